@@ -107,7 +107,7 @@ class OnTinkerServer(Case):
         return self.served.module(AdapterSpec(self.config().lora.r))
 
     def learner(self, **sections: Any) -> Learner:
-        from palestra.extras.tinker.client.connect import open_model
+        from palestra.extras.tinker.client.backend import open_model
         from palestra.extras.tinker.client.learner import TinkerLearner
 
         settings = {"backend": "tinker", "tinker": {"base_url": self.url}, "model": {"name": "random"}}

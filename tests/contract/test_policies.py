@@ -92,7 +92,7 @@ def tinker(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
     pytest.importorskip("tinker")
     from tinker_server import base_model, tinker_server
 
-    from palestra.extras.tinker.client.connect import open_model
+    from palestra.extras.tinker.client.backend import open_model
     from palestra.extras.tinker.client.policy import TinkerPolicy
 
     with tinker_server([base_model(model, tokenizer, "random")], folder) as running:

@@ -11,7 +11,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunKind
 from palestra.evals.evidence import TAKES_EFFECT, RunFacts
 from palestra.extras.atropos.task import WireTask
-from palestra.extras.tinker.client.connect import suited
+from palestra.extras.tinker.client.backend import suited
 from palestra.extras.vllm.open import open_policy
 from palestra.sources.programs.task import ProgramTask
 from palestra.train.step_trainer import _resolve

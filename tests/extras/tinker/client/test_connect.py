@@ -4,11 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tinker
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, SettingError
-from palestra.extras.tinker.client import connect as connect_module
-from palestra.extras.tinker.client.connect import connect, context_tokens, suited
+from palestra.extras.tinker.client.backend import connect, context_tokens, suited
 
 
 def config(**settings: Any) -> RunConfig:
@@ -60,7 +60,7 @@ def test_a_missing_key_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_a_key_of_another_kind_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "sk-0123456789")
-    monkeypatch.setattr(connect_module.tinker, "ServiceClient", lambda **options: pytest.fail("it was sent"))
+    monkeypatch.setattr(tinker, "ServiceClient", lambda **options: pytest.fail("it was sent"))
     with pytest.raises(SettingError, match="TINKER_API_KEY does not begin with tml-") as raised:
         connect("http://127.0.0.1:9")
     assert "sk-0123456789" not in str(raised.value)
@@ -77,7 +77,7 @@ def test_a_model_that_the_server_does_not_have_is_told_with_those_it_has(
         service.get_server_capabilities = lambda: answer
     else:
         rest.get_server_capabilities = lambda: SimpleNamespace(result=lambda: answer)
-    monkeypatch.setattr(connect_module.tinker, "RestClient", lambda holder: rest)
+    monkeypatch.setattr(tinker, "RestClient", lambda holder: rest)
     assert (context_tokens(service, "a/b-8B"), context_tokens(service, "c/d")) == (4096, 32768)
     with pytest.raises(PalestraError, match=r"has no model 'a/b-8'\. Did you mean 'a/b-8B'\? It has: a/b-8B, c/d"):
         context_tokens(service, "a/b-8")

@@ -67,8 +67,8 @@ def test_samples_reach_the_sdk_with_everything_that_was_asked_for() -> None:
     top = messages.TopK(np.array([[1, 2]]), np.array([[-0.5, -1.5]]))
     targets = messages.Tensor(np.array([-1.0, -2.0], np.float32), (1, 2))
     turns = [Turn("model", [4, 5], [-0.5, -0.25], 0, "stop"), Turn("model", [6], [-1.0], 0, "length")]
-    response = messages.SampleResponse(turns, [top, top], np.array([np.nan, -2.0]), top, targets)
-    found = response_conv.deserialize_sample_response(messages.write_sample(response))
+    written = messages.write_sample(turns, [top, top], np.array([np.nan, -2.0]), top, targets)
+    found = response_conv.deserialize_sample_response(written)
     assert [sequence.tokens for sequence in found.sequences] == [[4, 5], [6]]
     assert [sequence.stop_reason for sequence in found.sequences] == ["stop", "length"]
     assert found.sequences[0].logprobs == [-0.5, -0.25]

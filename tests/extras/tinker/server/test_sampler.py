@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,9 @@ from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.extras.tinker.server import sampler as module
 from palestra.extras.tinker.server.base_model import BaseModel
-from palestra.extras.tinker.server.sampler import PinnedWeights, Sampler, SampleRequest
-
-PINNED = PinnedWeights(dict)
+from palestra.extras.tinker.server.messages import pb
+from palestra.extras.tinker.server.requests import Prompt, Sample
+from palestra.extras.tinker.server.sampler import ReadWeights, Sampler, SampleRequest
 
 
 @dataclass
@@ -60,8 +61,11 @@ def sampler(policy: FakePolicy, base: BaseModel) -> Iterator[Sampler]:
     made.close()
 
 
-def ask(sampler: Sampler, first: int, *tokens: int) -> Any:
-    return sampler.submit(SampleRequest(PINNED, [first], [SamplingParams(n) for n in tokens]))
+def ask(sampler: Sampler, first: int, *tokens: int, weights: ReadWeights = dict) -> Any:
+    answer: Future[Any] = Future()
+    turns = [SamplingParams(n) for n in tokens]
+    sampler.submit(SampleRequest(weights, [first], turns, Sample(prompt=Prompt(chunks=[]))), answer)
+    return answer
 
 
 def test_requests_that_come_before_a_pause_begin_together(sampler, policy, monkeypatch):
@@ -78,7 +82,7 @@ def test_a_prompt_that_several_requests_of_a_burst_have_is_computed_once(sampler
     monkeypatch.setattr(module, "PAUSE_S", 0.1)
     answers = [ask(sampler, 10 * (i % 2), 1, 1) for i in range(4)]
     for answer in answers:
-        assert len(answer.result(10).turns) == 2
+        assert len(pb.SampleResponse.FromString(answer.result(10)).sequences) == 2
     assert [session for name, session in policy.events if name == "open"] == [0, 10]
     assert sorted(session for name, session in policy.events if name == "begin") == [0, 1, 2, 3, 10, 11, 12, 13]
 
@@ -100,7 +104,7 @@ def test_a_sample_that_ends_before_its_siblings_is_closed_at_once(sampler: Sampl
 
 def test_another_version_waits_until_the_samples_of_this_one_have_ended(sampler: Sampler, policy: FakePolicy) -> None:
     older = ask(sampler, 0, 5)
-    newer = sampler.submit(SampleRequest(PinnedWeights(dict), [1], [SamplingParams(1)]))
+    newer = ask(sampler, 1, 1, weights=lambda: {})
     older.result(10)
     newer.result(10)
     names = [event for event in policy.events if event[0] in ("update", "end")]

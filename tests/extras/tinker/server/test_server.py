@@ -17,7 +17,7 @@ from fuzzing.tinker_requests import forward_backward_body
 from palestra.extras.tinker.server.checkpoints import TinkerPath
 from palestra.extras.tinker.server.futures import Gone, TooBusy
 from palestra.extras.tinker.server.messages import Datum, Tensor
-from palestra.extras.tinker.server.requests import CreateModel, Sample
+from palestra.extras.tinker.server.requests import CreateModel, CreateSession, Sample
 from palestra.extras.tinker.server.service import ServiceLimits
 
 LORA = {"rank": 2, "seed": 1}
@@ -283,7 +283,7 @@ def test_a_disconnected_client_makes_room_unless_it_has_work_and_ends_with_its_m
     service.limits = ServiceLimits(models=2, sessions=4)
 
     def client(silent_s: float) -> str:
-        session = service.create_session("client", {})
+        session = service.create_session(CreateSession(display_name="client"))["session_id"]
         body = CreateModel(session_id=session, model_seq_id=0, base_model="palestra/tiny", lora_config=LORA)
         service.create_model(body).future.result(30)
         service.sessions[session].last_seen -= silent_s
@@ -366,13 +366,13 @@ def test_a_checkpoint_is_downloaded_as_an_adapter_that_peft_reads(client: Client
 def test_a_time_to_live_is_changed_without_writing_the_weights_again(client: Client, running: Any) -> None:
     path = client.next("save_weights", path="kept")["path"]
     store, parsed = running.service.checkpoints, TinkerPath.parse(path)
-    before = {file.name: file.stat().st_ino for file in store.find(parsed).files}
+    before = {file.name: file.stat().st_ino for file in store.find(parsed).files.values()}
     where = f"training_runs/{client.model}/checkpoints/weights/kept"
     for ttl_s in (60, None):
         assert client.http.put(f"{where}/ttl", json={"ttl_seconds": ttl_s}).status_code == 200
         found = store.find(parsed, check=True)
         assert (found.expires is None) == (ttl_s is None)
-    assert {file.name: file.stat().st_ino for file in found.files} == before
+    assert {file.name: file.stat().st_ino for file in found.files.values()} == before
 
 
 def test_of_many_checkpoints_a_message_names_a_few_and_a_damaged_one_is_not_loaded(client, running):

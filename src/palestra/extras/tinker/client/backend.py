@@ -1,16 +1,45 @@
-"""`backend: tinker`: learner and policy are two clients of one model on a Tinker server."""
+"""`backend: tinker`: the settings that a Tinker server supports, the key, and learner and policy of one model there."""
 
 from __future__ import annotations
 
+import logging
+import os
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import MissingPackageError
+from palestra.core.config_sections import LORA_LEARNING_RATE
+from palestra.core.errors import MissingPackageError, NotFoundError, SettingError, did_you_mean
 from palestra.models.export.hf import save_downloaded
 from palestra.models.loading import LoadedModel
 from palestra.train.setup import Backend
 
+if TYPE_CHECKING:
+    from palestra.extras.tinker.client.model import TinkerModel
+
 LOADS_MODEL = False  # the model is on the server; a run loads its tokenizer alone
+KEY = "TINKER_API_KEY"
+_UNSTATED_CONTEXT = 1 << 15
+_ANY_KEY = "for a server of your own that asks for none, any that begins with tml-"
+
+# settings that would have no effect, and why
+_NOT_ON_THE_WIRE = {
+    "the model is not in this process": [
+        *("model.dtype", "model.device", "model.threads", "model.gradient_checkpointing", "model.sleep_mode"),
+        *("model.master_weights", "model.engine", "model.kv_memory_gib"),
+        *("train.tokens_per_micro_batch", "train.share_prefix", "rollout.policy_url", "rollout.weights_folder"),
+        "vllm",
+    ],
+    "a Tinker server chooses the adapter's form by its rank": [
+        *("lora.alpha", "lora.dropout", "lora.target_modules", "lora.load_in_4bit")
+    ],
+    "a Tinker server gives the logprobs of tokens, not the entropy of their distributions": [
+        *("train.entropy_coefficient", "train.target_entropy")
+    ],
+    "a Tinker server samples by temperature, top_p and top_k alone": [
+        *("rollout.min_p", "rollout.repetition_penalty", "rollout.constrain_tool_calls")
+    ],
+}
 
 
 def require(config: RunConfig) -> None:
@@ -19,7 +48,6 @@ def require(config: RunConfig) -> None:
 
 
 def open_backend(config: RunConfig, loaded: LoadedModel) -> Backend:
-    from palestra.extras.tinker.client.connect import context_tokens, open_model, suited
     from palestra.extras.tinker.client.learner import TinkerLearner
     from palestra.extras.tinker.client.policy import TinkerPolicy
 
@@ -38,3 +66,79 @@ def open_backend(config: RunConfig, loaded: LoadedModel) -> Backend:
         ),
         lambda good: model.close(good=good),
     )
+
+
+def suited(config: RunConfig) -> RunConfig:
+    """The config for a Tinker server; settings without effect are refused by their names."""
+    for why, keys in _NOT_ON_THE_WIRE.items():
+        config.refuse(keys, why)
+    if config.rollout.temperature != 1.0:
+        raise SettingError(
+            f"rollout.temperature = {config.rollout.temperature:g}: a Tinker server scores tokens at temperature 1, so "
+            "that another distribution would be trained than the one sampled from; use 1.0"
+        )
+    if config.rollout.top_p < 1 or config.rollout.top_k:
+        logging.getLogger("palestra").warning(
+            "rollout.top_p and rollout.top_k bias the importance ratio: a Tinker server scores tokens by the whole "
+            "distribution; prefer the defaults"
+        )
+    if config.train.learning_rate is None and not config.lora.r:
+        raise SettingError(
+            "lora.r = 0 trains all weights, and a Tinker server does not say how many there are; "
+            f"give train.learning_rate, or an adapter's rank (its rate is then {LORA_LEARNING_RATE:g})"
+        )
+    config = config.with_step_size()  # the server does not say what it runs on
+    return config.with_learning_rate(0) if config.train.learning_rate is None else config
+
+
+def context_tokens(service: Any, name: str) -> int:
+    """Context length of the server's model; raises if the server does not have it."""
+    import tinker
+
+    rest = tinker.RestClient(service.holder)
+    is_new = hasattr(rest, "get_server_capabilities")  # SDK 0.38 and newer
+    capabilities = rest.get_server_capabilities().result() if is_new else service.get_server_capabilities()
+    models = {str(model.model_name): model for model in capabilities.supported_models}
+    if models and name not in models:
+        raise NotFoundError(
+            f"the Tinker server has no model {name!r}.{did_you_mean(name, models)} It has: {', '.join(sorted(models))}"
+        )
+    return int(getattr(models.get(name), "max_context_length", None) or _UNSTATED_CONTEXT)
+
+
+def open_model(config: RunConfig) -> TinkerModel:
+    """A new model on the server, with its adapter at the beginning."""
+    from palestra.extras.tinker.client.model import TinkerModel
+
+    def create(service: Any) -> Any:
+        context_tokens(service, config.model.name)
+        return service.create_lora_training_client(
+            config.model.name, rank=config.lora.r, seed=config.seed, user_metadata={"made_by": "palestra"}
+        )
+
+    return TinkerModel(lambda: connect(config.tinker.base_url), create)
+
+
+def connect(base_url: str | None) -> Any:
+    """A session with the server, by the key in TINKER_API_KEY, or the one that `tinker auth login` stored."""
+    import tinker
+
+    from palestra.extras.tinker.client.model import refusal
+
+    key = os.environ.get(KEY)
+    if key and not key.startswith(("tml-", "eyJ")):
+        raise SettingError(f"{KEY} does not begin with tml-, so that it is no key of Tinker; {_ANY_KEY}")
+    try:
+        logging.getLogger("tinker.lib.api_future_impl").addFilter(_is_news)
+        service = tinker.ServiceClient(base_url=base_url)
+        _ = service.holder  # opens the session
+        return service
+    except tinker.TinkerError as error:
+        if key is None and "api_key" in str(error):
+            raise SettingError(f"backend: tinker needs a key; set {KEY} ({_ANY_KEY})") from None
+        raise refusal(error) from error
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """The SDK warns whenever an answer takes longer than one poll."""
+    return "try_again" not in record.getMessage()

@@ -11,7 +11,7 @@ import asyncio
 import json
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from tinker import types
-from torch import Tensor
 
 from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
@@ -37,6 +36,7 @@ from palestra.learner.base import noop
 CHECKPOINT = "tinker.json"
 _ADAM_EPS = 1e-8  # as the local optimizer
 _NO_NORM = "the gradient norm is"  # how `palestra tinker` begins to say that it is not finite
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LossName = Literal["cross_entropy", "ppo", "cispo"]
 
 
@@ -63,8 +63,8 @@ class TinkerOutputs:
     @cached_property
     def _logprobs(self) -> Array:
         answers = [self.answer(change) for change in self.changes]
-        rows = answers[0].loss_fn_outputs if answers else []
-        return read_logprobs(rows, self.batch, self.sent, echo=self.loss.echo_tokens > 0)
+        rows = _logprobs_of(answers[0]) if answers else []
+        return as_column(rows, self.batch, self.sent, self.loss.echo_tokens > 0)
 
     def entropies(self) -> Array:
         """The service does not report them."""
@@ -93,14 +93,31 @@ class TinkerLearner:
         self._saved: dict[str, str] = {}  # the tinker:// path of each checkpoint of this learner, by its folder
 
     def forward(self, batch: Batch, *, reference: bool = False) -> Array:
+        rows, answers = trained_rows(batch, echo=False), list[Sequence[Any]]()
         if reference:
-            return self._reference_logprobs(batch)
-        sent = trained_rows(batch, echo=False)
-        if not sent:
-            return read_logprobs([], batch, sent, echo=False)
-        data = datums(batch, sent, {"weights": np.zeros(len(batch.token_ids))})
-        answer = self.model.call(lambda client: client.forward(data, "cross_entropy"))
-        return read_logprobs(answer.loss_fn_outputs, batch, sent, echo=False)
+            answers = self._reference_logprobs(batch, rows)
+        elif rows:
+            data = datums(batch, rows, {"weights": np.zeros(len(batch.token_ids))})
+            answers = _logprobs_of(self.model.call(lambda client: client.forward(data, "cross_entropy")))
+        return as_column(answers, batch, rows, echo=False)
+
+    def _reference_logprobs(self, batch: Batch, rows: Sequence[int]) -> list[Sequence[Any]]:
+        """Under the base model, by its sampler: the adapter of the beginning changes nothing."""
+        if not self._train.beta:
+            raise SettingError(
+                "train.beta > 0 but the learner was built without it; set it in the config from the start"
+            )
+        ids, base = batch.split(batch.token_ids), self.model.reference(self._base_model)
+
+        async def score(row: int) -> Sequence[Any]:
+            prompt = types.ModelInput.from_ints(ids[row].tolist())
+            found: list[Any] = await self.model.call_async(lambda: base.client.compute_logprobs(prompt))
+            return found[1:]
+
+        async def score_all() -> list[Sequence[Any]]:
+            return list(await asyncio.gather(*map(score, rows)))
+
+        return outside_event_loop(lambda: asyncio.run(score_all()))
 
     def forward_backward(self, batch: Batch, loss: Loss) -> TinkerOutputs:
         assert isinstance(loss, StepLoss)
@@ -109,18 +126,17 @@ class TinkerLearner:
                 f"entropy_coefficient = {loss.entropy_coefficient}: a Tinker server gives the logprobs of tokens, not "
                 "the entropy of their distributions; set train.entropy_coefficient to 0"
             )
-        found = TinkerOutputs(batch, loss, self.model.answer, trained_rows(batch, loss.echo_tokens > 0), [])
+        sent = trained_rows(batch, loss.echo_tokens > 0)
         try:
-            if found.sent:
-                found.changes = [self._send(data, name, clip) for name, clip, data in self._passes(batch, loss, found)]
+            passes = list(self._passes(batch, loss)) if sent else []
+            changes = [self._send(batch, sent, *each) for each in passes]
         except BaseException:  # no gradient is left behind, nor what had gathered before
-            changes = [change for outputs in self._pending for change in outputs.changes]
-            self._pending = []
-            if changes:
-                self.model.undo(changes)
+            gradients, self._pending = [change for outputs in self._pending for change in outputs.changes], []
+            if gradients:
+                self.model.undo(gradients)
             raise
-        self._pending.append(found)
-        return found
+        self._pending.append(TinkerOutputs(batch, loss, self.model.answer, sent, changes))
+        return self._pending[-1]
 
     def optim_step(self, learning_rate: float, *, max_grad_norm: float, host_work: Callable[[], None] = noop) -> float:
         pending, self._pending = [outputs for outputs in self._pending if outputs.changes], []
@@ -139,20 +155,25 @@ class TinkerLearner:
         try:
             host_work()
             parts = [part for outputs in pending for part in (outputs.terms.row_losses, outputs.terms.gradient)]
-            if not all(np.isfinite(part).all() for part in parts):
-                raise _not_finite(pending, "the loss is nan")
-            try:
-                norm = gradient_norm(self.model.answer(step).metrics or {})
-            except PalestraError as error:
-                if _NO_NORM not in str(error):
-                    raise
-                norm = math.inf
-            if math.isinf(norm):
-                raise _not_finite(pending, "the gradient norm is inf or nan")
+            wrong = "" if all(np.isfinite(part).all() for part in parts) else "the loss is nan"
+            norm = math.nan if wrong else self._norm(step)
+            if wrong or math.isinf(norm):
+                rows = [(o.batch.groups.tolist(), o.terms.row_losses.tolist()) for o in pending]
+                losses = (pair for groups, values in rows for pair in zip(groups, values, strict=True))
+                raise _not_finite(losses, wrong or "the gradient norm is inf or nan")
         except PalestraError:
             self.model.undo([*gradients, step])
             raise
         return norm
+
+    def _norm(self, step: ModelChange) -> float:
+        """Of the gradient before clipping; infinite where the server says that it is not finite."""
+        try:
+            return gradient_norm(self.model.answer(step).metrics or {})
+        except PalestraError as error:
+            if _NO_NORM not in str(error):
+                raise
+            return math.inf
 
     def weights(self, version: int) -> TinkerWeights:
         return TinkerWeights(version, self._read_tensors, sampler=self.model.sampler(version))
@@ -183,66 +204,56 @@ class TinkerLearner:
     def export(self, folder: Path) -> Path:
         return self.model.download(folder)
 
+    def _read_tensors(self) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            return saved_tensors(self.export(Path(folder)))
+
     def _passes(
-        self, batch: Batch, loss: StepLoss, outputs: TinkerOutputs
-    ) -> list[tuple[LossName, Mapping[str, float], list[types.Datum]]]:
+        self, batch: Batch, loss: StepLoss
+    ) -> Iterator[tuple[LossName, Mapping[str, float], Mapping[str, Array]]]:
         """Passes to send: one of the server's own loss and one for ECHO, or one with the whole gradient."""
-        sent = outputs.sent
-        if native := server_loss(loss.objective, batch):
+        objective, logprobs = loss.objective, np.zeros(len(batch.token_ids), dtype=np.float32)
+        native = server_loss(objective, batch)
+        if native is not None:
             assert batch.old_logprobs is not None
             tokens, at = scored_tokens(batch, echo=False)
             advantages = np.zeros(len(batch.token_ids))  # times the weight of each policy token in the loss
-            advantages[at] = batch.advantages[at] * _policy_weights(loss, tokens).numpy()
+            advantages[at] = batch.advantages[at] * loss.token_weights(tokens).numpy()
             inputs = {"advantages": _require_finite(advantages, batch), "logprobs": np.nan_to_num(batch.old_logprobs)}
-            passes: list[Any] = [(*native, datums(batch, sent, inputs))]
-            if loss.echo_tokens:
-                passes.append(("cross_entropy", {}, datums(batch, sent, {"weights": -echo_gradient(loss, batch)})))
-            return passes
-        objective = loss.objective
-        knows_old = batch.old_logprobs is not None and bool(np.isfinite(batch.old_logprobs[batch.policy_mask]).any())
-        corrects = objective.importance_correction != "none" or objective.off_policy_mask_threshold is not None
-        if knows_old or corrects or objective.beta > 0 or objective.custom is not None:
-            logprobs = self.forward(batch)
-        else:  # every ratio is 1, and the gradient the same whatever they are
-            logprobs = np.zeros(len(batch.token_ids), dtype=np.float32)
-        weights = -_require_finite(step_terms(batch, loss, logprobs).gradient, batch)
-        return [("cross_entropy", {}, datums(batch, sent, {"weights": weights}))]
+            yield *native, inputs
+            if not loss.echo_tokens:
+                return
+        else:
+            knows_old = batch.old_logprobs is not None and np.isfinite(batch.old_logprobs[batch.policy_mask]).any()
+            corrects = objective.importance_correction != "none" or objective.off_policy_mask_threshold is not None
+            if knows_old or corrects or objective.beta > 0 or objective.custom is not None:
+                logprobs = self.forward(batch)
+            # else every ratio is 1, and the gradient the same whatever they are
+        gradient = step_terms(batch, loss, logprobs).gradient
+        if native is not None:  # that of ECHO does not depend on logprobs
+            gradient *= batch.echo_mask
+        yield "cross_entropy", {}, {"weights": -_require_finite(gradient, batch)}
 
-    def _send(self, data: list[types.Datum], name: LossName, config: Mapping[str, float]) -> ModelChange:
+    def _send(
+        self,
+        batch: Batch,
+        rows: Sequence[int],
+        name: LossName,
+        config: Mapping[str, float],
+        inputs: Mapping[str, Array],
+    ) -> ModelChange:
+        data = datums(batch, rows, inputs)
         return self.model.change(lambda client: client.forward_backward(data, name, dict(config) or None))
 
-    def _reference_logprobs(self, batch: Batch) -> Array:
-        """Under the base model, by its sampler: the adapter of the beginning changes nothing."""
-        if not self._train.beta:
-            raise SettingError(
-                "train.beta > 0 but the learner was built without it; set it in the config from the start"
-            )
-        sent, ids = trained_rows(batch, echo=False), batch.split(batch.token_ids)
-        prompts = [types.ModelInput.from_ints(ids[i].tolist()) for i in sent]
-        base = self.model.reference(self._base_model)
 
-        def ask(prompt: types.ModelInput) -> Callable[[], Any]:
-            return lambda: base.client.compute_logprobs(prompt)
-
-        async def score() -> list[list[float | None]]:
-            return await asyncio.gather(*(self.model.call_async(ask(prompt)) for prompt in prompts))
-
-        column = np.full(len(batch.token_ids), np.nan, dtype=np.float32)
-        rows = batch.split(column)
-        for i, logprobs in zip(sent, outside_event_loop(lambda: asyncio.run(score())), strict=True):
-            rows[i][:] = np.array(logprobs, dtype=np.float32)
-        column[~batch.policy_mask] = np.nan
-        return column
-
-    def _read_tensors(self) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as folder:
-            return saved_tensors(self.model.download(Path(folder)))
+def _read_tokens(batch: Batch, echo: bool) -> Array:
+    """[T] which tokens some loss reads."""
+    return batch.policy_mask | batch.echo_mask if echo else batch.policy_mask
 
 
 def trained_rows(batch: Batch, echo: bool) -> list[int]:
     """The rows that some loss reads."""
-    read = batch.policy_mask | batch.echo_mask if echo else batch.policy_mask
-    return np.flatnonzero(batch.count(batch.predicted(read))).tolist()
+    return np.flatnonzero(batch.count(batch.predicted(_read_tokens(batch, echo)))).tolist()
 
 
 def datums(batch: Batch, rows: Sequence[int], inputs: Mapping[str, Array]) -> list[types.Datum]:
@@ -259,13 +270,17 @@ def datums(batch: Batch, rows: Sequence[int], inputs: Mapping[str, Array]) -> li
     ]
 
 
-def read_logprobs(outputs: Sequence[Any], batch: Batch, rows: Sequence[int], *, echo: bool) -> Array:
-    """[T] the logprobs of these rows; NaN at tokens that no loss reads."""
+def _logprobs_of(answer: Any) -> list[Sequence[Any]]:
+    return [output["logprobs"].data for output in answer.loss_fn_outputs]
+
+
+def as_column(answers: Sequence[Sequence[Any]], batch: Batch, rows: Sequence[int], echo: bool) -> Array:
+    """[T] the logprobs of these rows, without their first tokens; NaN at tokens that no loss reads."""
     column = np.full(len(batch.token_ids), np.nan, dtype=np.float32)
     values = batch.split(column)
-    for i, output in zip(rows, outputs, strict=True):
-        values[i][1:] = np.asarray(output["logprobs"].data, dtype=np.float32)
-    column[~(batch.policy_mask | batch.echo_mask if echo else batch.policy_mask)] = np.nan
+    for i, logprobs in zip(rows, answers, strict=True):
+        values[i][1:] = np.asarray(logprobs, dtype=np.float32)
+    column[~_read_tokens(batch, echo)] = np.nan
     return column
 
 
@@ -278,29 +293,19 @@ def gradient_norm(metrics: Mapping[str, float]) -> float:
 def _require_finite(column: Array, batch: Batch) -> Array:
     bad = np.flatnonzero(~np.isfinite(column))
     if len(bad):
-        raise NotFiniteError(_sentence(sorted(set(batch.groups[batch.row_of(bad)].tolist())), "the loss is nan"))
+        groups = batch.groups[batch.row_of(bad)].tolist()
+        raise _not_finite(zip(groups, column[bad].tolist(), strict=True), "the loss is nan")
     return column
 
 
-def _not_finite(pending: Sequence[TinkerOutputs], what: str) -> PalestraError:
+def _not_finite(losses: Iterable[tuple[int, float]], what: str) -> PalestraError:
     """Names the groups whose loss is not finite, or the one with the largest loss."""
-    losses = [
-        (abs(float(value)), group)
-        for outputs in pending
-        for group, value in zip(outputs.batch.groups.tolist(), outputs.terms.row_losses, strict=True)
-    ]
-    groups = {group for value, group in losses if not math.isfinite(value)}
-    return NotFiniteError(_sentence(sorted(groups or {max(losses)[1]}), what))
-
-
-def _sentence(groups: Sequence[int], what: str) -> str:
-    return (
-        f"group {', '.join(map(str, groups))}: {what}, expected a finite number; the weights are unchanged. "
+    each = list(losses)
+    groups = {group for group, loss in each if not math.isfinite(loss)} or {max(each, key=lambda x: abs(x[1]))[0]}
+    return NotFiniteError(
+        f"group {', '.join(map(str, sorted(groups)))}: {what}, expected a finite number; the weights are unchanged. "
         "Lower train.learning_rate"
     )
-
-
-CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,20 +317,19 @@ class StepTerms:
     row_losses: Array  # [R] float64
 
 
-def server_loss(objective: Objective, batch: Batch) -> tuple[Literal["ppo", "cispo"], dict[str, float]] | None:
+def server_loss(objective: Objective, batch: Batch) -> tuple[LossName, dict[str, float]] | None:
     """The server's own loss and its clipping for an objective, where it has one and every old logprob is known."""
     other_terms = objective.beta or objective.importance_correction != "none" or objective.sequence_ratio
     others = (objective.custom, objective.off_policy_mask_threshold, objective.delta)
-    if other_terms or any(option is not None for option in others):
+    old = batch.old_logprobs
+    if other_terms or any(option is not None for option in others) or old is None:
         return None
-    if batch.old_logprobs is None or not np.isfinite(batch.old_logprobs[batch.predicted(batch.policy_mask)]).all():
+    if not np.isfinite(old[batch.predicted(batch.policy_mask)]).all():
         return None
-    if objective.loss in CLIPPED_LOSSES:
-        clip = {"clip_low_threshold": 1.0 - objective.epsilon, "clip_high_threshold": objective.upper}
-        return "ppo", clip
-    if objective.loss == "cispo":
-        return "cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": objective.upper}
-    return None
+    names: dict[str, tuple[LossName, float]] = dict.fromkeys(CLIPPED_LOSSES, ("ppo", 1.0 - objective.epsilon))
+    if (found := (names | {"cispo": ("cispo", 0.0)}).get(objective.loss)) is None:
+        return None
+    return found[0], {"clip_low_threshold": found[1], "clip_high_threshold": objective.upper}
 
 
 def scored_tokens(batch: Batch, *, echo: bool) -> tuple[LossTokens, Array]:
@@ -356,20 +360,7 @@ def step_terms(batch: Batch, loss: StepLoss, logprobs: Array) -> StepTerms:
     if total.requires_grad:
         [by_own] = torch.autograd.grad(total, [own], materialize_grads=True)
         gradient[at] = by_own.numpy()
-    row_losses = np.zeros(batch.rows)
-    np.add.at(row_losses, result.row.numpy(), (result.token_losses * _policy_weights(loss, tokens)).numpy())
+    assert tokens.policy is not None
+    losses = (result.token_losses * loss.token_weights(tokens.select(tokens.policy))).numpy()
+    row_losses = np.bincount(result.row.numpy(), losses, minlength=batch.rows)
     return StepTerms(loss.metrics(result.terms.detach(), result.stats), gradient, row_losses)
-
-
-def echo_gradient(loss: StepLoss, batch: Batch) -> Array:
-    """[T] the gradient of the ECHO term alone."""
-    tokens, at = scored_tokens(batch, echo=True)
-    own = torch.zeros(len(at), dtype=torch.float64, requires_grad=True)
-    [by_own] = torch.autograd.grad(loss.echo_coefficient * loss.echo_term(tokens, own), [own])
-    gradient = np.zeros(len(batch.token_ids))
-    gradient[at] = by_own.numpy()
-    return gradient
-
-
-def _policy_weights(loss: StepLoss, tokens: LossTokens) -> Tensor:
-    return loss.token_weights(tokens if tokens.policy is None else tokens.select(tokens.policy))

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ import tinker
 from tinker.types import RequestErrorCategory
 
 from palestra.core.errors import PalestraError, ServiceError
+from palestra.core.event_loop import outside_event_loop
 from palestra.core.http import HttpError, Request
 
 log = logging.getLogger("palestra")
@@ -73,7 +74,7 @@ class TinkerModel:
         """`connect` opens a session, `create` makes the model as it was at the beginning in one."""
         self.state: str | None = None  # the tinker:// path of the last saved state; None: the beginning
         self._connect, self._create, self._rest = connect, create, rest
-        self._lock = threading.RLock()
+        self._lock, self._checking = threading.RLock(), threading.Lock()
         self._generation = 0
         self._failures = 0
         self._has_gap = False
@@ -193,36 +194,30 @@ class TinkerModel:
 
     def call(self, make: Callable[[Any], Any]) -> Any:
         """The result of a future that `make` gives, by another session if this one is lost."""
-        while True:
-            generation = self._generation
-            try:
-                result = self._wait(make(self._usable()))
-            except Exception as error:
-                self._recover(error, generation, is_numbered=True)
-            else:
-                self._failures = 0
-                return result
+        return _run(self.call_async(lambda: make(self._usable()), is_numbered=True))
 
-    async def call_async(self, make: Callable[[], Any]) -> Any:
+    async def call_async(self, make: Callable[[], Any], *, is_numbered: bool = False) -> Any:
         """As `call`, for one of many callers on an event loop."""
         while True:
             generation = self._generation
             try:
-                future = asyncio.wrap_future(_plain(make()))
-                try:
-                    while not future.done():
-                        await asyncio.wait({future}, timeout=_POLL_S)
-                        if not future.done():
-                            await asyncio.to_thread(self._check_server)
-                finally:
-                    if not future.done():
-                        future.cancel()
-                result = future.result()
+                result = await self._answer(make())
             except Exception as error:
-                await asyncio.to_thread(self._recover, error, generation)
+                await asyncio.to_thread(self._recover, error, generation, is_numbered)
             else:
                 self._failures = 0
                 return result
+
+    async def _answer(self, future: Any) -> Any:
+        plain = asyncio.wrap_future(_plain(future))
+        try:
+            while not plain.done():
+                await asyncio.wait({plain}, timeout=_POLL_S)
+                if not plain.done():
+                    await asyncio.to_thread(self._check_server)
+        finally:
+            plain.cancel()
+        return plain.result()
 
     def _usable(self) -> Any:
         """The training client; a new one after a rejected request, whose number the server may wait for."""
@@ -231,16 +226,6 @@ class TinkerModel:
                 self._reopen()
         return self._client
 
-    def _wait(self, future: Any) -> Any:
-        future = _plain(future)
-        while True:
-            try:
-                return future.result(_POLL_S)
-            except TimeoutError:
-                if future.done():
-                    return future.result()
-                self._check_server()
-
     @property
     def _url(self) -> str | None:
         return getattr(getattr(self.service, "holder", None), "_base_url", None)
@@ -248,7 +233,7 @@ class TinkerModel:
     def _check_server(self) -> None:
         """Give up where nothing has answered for long: the SDK would wait for ever."""
         url = self._url
-        with self._lock:
+        with self._checking:
             away_s = time.monotonic() - self._answered
             if url is None or away_s < _POLL_S:
                 return
@@ -260,7 +245,7 @@ class TinkerModel:
             else:
                 self._answered = time.monotonic()
 
-    def _recover(self, error: Exception, generation: int, *, is_numbered: bool = False) -> None:
+    def _recover(self, error: Exception, generation: int, is_numbered: bool) -> None:
         """Open another session where this one is lost; any other error is raised."""
         with self._lock:
             if generation != self._generation:  # someone else has done it
@@ -285,7 +270,7 @@ class TinkerModel:
                 if isinstance(change, ModelChange):
                     change.future = change.send(self._client)
                 else:
-                    change.client = self._wait(_in_thread(partial(change.make, self.service, self._client)))
+                    change.client = _run(self._answer(_in_thread(partial(change.make, self.service, self._client))))
         except tinker.TinkerError as error:
             raise self._lost(error) from error
         finally:
@@ -298,12 +283,16 @@ class TinkerModel:
             making = _in_thread(lambda: self._create(service))
         else:
             making = _in_thread(lambda: service.create_training_client_from_state_with_optimizer(state))
-        self._client, self.service = self._wait(making), service
+        self._client, self.service = _run(self._answer(making)), service
         self._answered = time.monotonic()
 
     def _lost(self, error: Exception) -> PalestraError:
         last = f"the last state that it saved is {self.state}" if self.state else "it has saved no state yet"
         return ServiceError(f"the Tinker session is lost, and could not be opened again ({refusal(error)}); {last}")
+
+
+def _run(answer: Coroutine[Any, Any, Any]) -> Any:
+    return outside_event_loop(lambda: asyncio.run(answer))
 
 
 def _plain(future: Any) -> Future[Any]:
@@ -315,6 +304,7 @@ def _plain(future: Any) -> Future[Any]:
 def _in_thread(make: Callable[[], Any]) -> Future[Any]:
     """The future of a client that the SDK makes: it waits inside of `make`, or gives a future (0.38 and newer)."""
     future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # who gives up waiting cannot cancel it
 
     def run() -> None:
         try:

@@ -70,6 +70,16 @@ class BaseModel:
     def architecture(self) -> str:
         return type(self._model).__name__
 
+    @property
+    def loadable_name(self) -> str:
+        """A folder instead of a name: the SDK loads the tokenizer from it; it cuts "/a/b" short, but not "/a/b/"."""
+        return self.path + "/" * (self.path.count("/") == 2)
+
+    def use_stream(self) -> None:
+        """On a GPU each thread has its own stream, so that one client's kernels do not wait for another's."""
+        if self.device.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(self.device))
+
     def module(self, spec: AdapterSpec | None, seed: int = 0) -> nn.Module:
         """The base with a fresh adapter, or alone where there is no spec; frozen weights are shared, others its own."""
         with self.building:

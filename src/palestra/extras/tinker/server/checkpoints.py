@@ -12,11 +12,11 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.background import BackgroundTask
 from starlette.requests import Request as HttpRequest
@@ -33,9 +33,15 @@ from palestra.servers.web import refuse
 
 ABOUT = "tinker.json"
 EXPIRES = "expires.json"  # when, where it was changed later; not in the manifest, so that the rest is not written again
-KINDS = ("weights", "sampler_weights", "external_weights")  # with the optimizer's state; without; to be downloaded
+KINDS = {  # which request saves it, and what the SDK calls it
+    "weights": ("save_weights", "training"),  # with the optimizer's state
+    "sampler_weights": ("save_weights_for_sampler", "sampler"),
+    "external_weights": ("save_weights_external", "external"),  # to be downloaded
+}
 _NAMED = 10  # checkpoints that a message names
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_URLS_S = 3600.0  # for which the URLs of files are said to be good
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +72,26 @@ class Checkpoint:
     expires: float | None = None  # seconds since 1970
 
     @property
-    def files(self) -> list[Path]:
-        """The model's own, without the server's notes on them."""
-        return sorted(file for file in self.folder.iterdir() if file.name not in (MANIFEST, ABOUT, EXPIRES))
+    def files(self) -> dict[str, Path]:
+        """The model's own by name, without the server's notes on them."""
+        notes = (MANIFEST, ABOUT, EXPIRES)
+        return {file.name: file for file in sorted(self.folder.iterdir()) if file.name not in notes}
+
+    def tensors(self) -> dict[str, Any]:
+        """The trained ones by the names that they have in a module with one adapter."""
+        verify_folder(self.folder)
+        tensors = saved_tensors(self.folder)
+        if not tensors:
+            raise StateError(f"{self.path} has no weights")
+        return {name: t for name, t in tensors.items() if ".lora_" in name or not self.spec.rank}
+
+    def described(self) -> Json:
+        return {
+            "checkpoint_id": f"{self.path.kind}/{self.path.name}", "checkpoint_type": KINDS[self.path.kind][1],
+            "time": _time(self.created), "tinker_path": str(self.path), "size_bytes": folder_size(self.folder),
+            "public": False, "user_metadata": self.user_metadata,
+            "expires_at": None if self.expires is None else _time(self.expires),
+        }  # fmt: skip
 
 
 def checkpoint_name(name: str) -> str:
@@ -104,28 +127,16 @@ class Checkpoints:
         return self._runs[run_id]
 
     def save(
-        self,
-        path: TinkerPath,
-        base_model: str,
-        spec: AdapterSpec,
-        write: Callable[[Path], None],
-        *,
-        overwrite: bool = True,
-        ttl_s: int | None = None,
-        user_metadata: Mapping[str, str] | None = None,
+        self, path: TinkerPath, write: Callable[[Path], None], about: Json, *, ttl_s: int | None, overwrite: bool
     ) -> None:
-        folder = self._folder(path)
+        """`about` are the fields of the Checkpoint that only the caller knows."""
+        folder, now = self._folder(path), time.time()
         if folder.exists() and not overwrite:
             raise StateError(f"{path} exists; give another name, or overwrite=True")
-        now = time.time()
-        about = {
-            "base_model": base_model, "spec": asdict(spec), "created": now,
-            "user_metadata": dict(user_metadata) if user_metadata else None, "expires": now + ttl_s if ttl_s else None,
-        }  # fmt: skip
 
         def write_all(aside: Path) -> None:
             write(aside)
-            write_json(aside / ABOUT, about)
+            write_json(aside / ABOUT, {**about, "created": now, "expires": now + ttl_s if ttl_s else None})
 
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -142,26 +153,22 @@ class Checkpoints:
             raise NotFound(f"there is no {path}; the run has {', '.join(known[:_NAMED]) or 'none'}{more}")
         if check:
             verify_folder(folder)
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        spec = AdapterSpec(**about["spec"])
-        base, created = str(about["base_model"]), float(about["created"])
-        if (folder / EXPIRES).is_file():
-            about |= json.loads((folder / EXPIRES).read_text(encoding="utf-8"))
-        return Checkpoint(path, folder, base, spec, created, about.get("user_metadata"), about.get("expires"))
+        about: Json = {}
+        for file in (ABOUT, EXPIRES):
+            if file == ABOUT or (folder / file).is_file():
+                about |= json.loads((folder / file).read_text(encoding="utf-8"))
+        return Checkpoint(path, folder, **{**about, "spec": AdapterSpec(**about["spec"])})
 
-    def of_run(self, run_id: str) -> Iterator[Checkpoint]:
+    def of_run(self, run_id: str) -> list[Checkpoint]:
         """Oldest first."""
-        yield from sorted(map(self.find, self._paths(run_id)), key=lambda checkpoint: checkpoint.created)
-
-    def set_ttl(self, path: TinkerPath, ttl_s: int | None) -> None:
-        write_json(self.find(path).folder / EXPIRES, {"expires": time.time() + ttl_s if ttl_s else None})
+        return sorted(map(self.find, self._paths(run_id)), key=lambda checkpoint: checkpoint.created)
 
     def delete(self, path: TinkerPath) -> None:
         shutil.rmtree(self.find(path).folder)
 
     def delete_expired(self) -> None:
         for run_id in list(self._runs):
-            for checkpoint in list(self.of_run(run_id)):
+            for checkpoint in self.of_run(run_id):
                 if checkpoint.expires is not None and checkpoint.expires < time.time():
                     self.delete(checkpoint.path)
 
@@ -174,101 +181,23 @@ class Checkpoints:
     def _folder(self, path: TinkerPath) -> Path:
         return self.run(path.run_id).tinker / path.kind / path.name
 
+    # answers to requests, made in a thread
 
-def weights_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The trained tensors by the names that they have in a module with one adapter."""
-    verify_folder(checkpoint.folder)
-    tensors = saved_tensors(checkpoint.folder)
-    if not tensors:
-        raise StateError(f"{checkpoint.path} has no weights")
-    return {name: t for name, t in tensors.items() if ".lora_" in name or not checkpoint.spec.rank}
+    def set_ttl(self, body: bodies.SetTtl, path: TinkerPath) -> Json:
+        expires = time.time() + body.ttl_seconds if body.ttl_seconds else None
+        write_json(self.find(path).folder / EXPIRES, {"expires": expires})
+        return {}
 
-
-_URLS_S = 3600.0  # for which the URLs of files are said to be good
-T = TypeVar("T")
-_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-
-
-class CheckpointApi:
-    """One method for each endpoint, called in a thread."""
-
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints = checkpoints
-
-    def weights_info(self, request: HttpRequest, body: bodies.WeightsInfo) -> dict[str, Any]:
-        checkpoint = self._checkpoints.find(TinkerPath.parse(body.tinker_path))
+    def weights_info(self, body: bodies.WeightsInfo) -> Json:
+        checkpoint = self.find(TinkerPath.parse(body.tinker_path))
         trained = {name: getattr(checkpoint.spec, name) for name in ("train_unembed", "train_mlp", "train_attn")}
         # the SDK resumes from adapters alone; rank 0 is ours
         return {"base_model": checkpoint.base_model, "is_lora": True, "lora_rank": checkpoint.spec.rank, **trained}
 
-    def list_runs(self, request: HttpRequest) -> dict[str, Any]:
-        ids = self._checkpoints.run_ids()
-        page, cursor = _page(request, ids)
-        return {"training_runs": list(map(self._run, page)), "cursor": cursor}
-
-    def get_run(self, request: HttpRequest) -> dict[str, Any]:
-        return self._run(request.path_params["run_id"])
-
-    def list_checkpoints(self, request: HttpRequest) -> dict[str, Any]:
-        return {"checkpoints": self._checkpoints_of([request.path_params["run_id"]])}
-
-    def list_all_checkpoints(self, request: HttpRequest) -> dict[str, Any]:
-        newest_first = sorted(
-            self._checkpoints_of(self._checkpoints.run_ids()),
-            key=lambda row: str(row["time"]),
-            reverse=True,
-        )
-        page, cursor = _page(request, newest_first)
-        return {"checkpoints": page, "cursor": cursor}
-
-    def set_ttl(self, request: HttpRequest, body: bodies.SetTtl) -> dict[str, Any]:
-        self._checkpoints.set_ttl(_path(request), body.ttl_seconds)
-        return {}
-
-    def delete_checkpoint(self, request: HttpRequest) -> Response:
-        self._checkpoints.delete(_path(request))
-        return Response(status_code=204)
-
-    def archive(self, request: HttpRequest) -> Response:
-        """The model's files as one tar file."""
-        checkpoint = self._checkpoints.find(_path(request), check=True)
-        packed = tempfile.NamedTemporaryFile(suffix=".tar")  # noqa: SIM115  # closed when it was sent
-        with tarfile.open(packed.name, "w") as tar:
-            for file in checkpoint.files:
-                tar.add(file, arcname=file.name)
-        name, end = f"{checkpoint.path.name}.tar", BackgroundTask(packed.close)
-        return FileResponse(packed.name, filename=name, media_type="application/x-tar", background=end)
-
-    def file_urls(self, request: HttpRequest) -> dict[str, Any]:
-        checkpoint = self._checkpoints.find(_path(request), check=True)
-        here = str(request.url).removesuffix("/external_weights_urls")
-        urls = {file.name: f"{here}/files/{file.name}" for file in checkpoint.files}
-        return {"urls": urls, "expires": _time(time.time() + _URLS_S)}
-
-    def file(self, request: HttpRequest) -> Response:
-        checkpoint = self._checkpoints.find(_path(request))
-        files = {file.name: file for file in checkpoint.files}
-        name = request.path_params["file"]
-        if name not in files:
-            raise NotFound(f"{checkpoint.path} has no file {name!r}; it has {', '.join(files)}")
-        return FileResponse(files[name])
-
-    def _checkpoints_of(self, run_ids: Sequence[str]) -> list[dict[str, Any]]:
-        return [
-            {
-                "checkpoint_id": f"{saved.path.kind}/{saved.path.name}", "checkpoint_type": _TYPES[saved.path.kind],
-                "time": _time(saved.created), "tinker_path": str(saved.path), "size_bytes": folder_size(saved.folder),
-                "public": False, "user_metadata": saved.user_metadata,
-                "expires_at": None if saved.expires is None else _time(saved.expires),
-            }
-            for run_id in run_ids
-            for saved in self._checkpoints.of_run(run_id)
-        ]  # fmt: skip
-
-    def _run(self, run_id: str) -> dict[str, Any]:
-        folder = self._checkpoints.run(run_id)
+    def get_run(self, run_id: str) -> Json:
+        folder = self.run(run_id)
         about = folder.record["tinker"]
-        last = {c["checkpoint_type"]: c for c in self._checkpoints_of([run_id])}  # the newest of each comes last
+        last = {KINDS[saved.path.kind][1]: saved.described() for saved in self.of_run(run_id)}  # the newest of each
         changed = folder.metrics_file if folder.metrics_file.exists() else folder.record_file
         rank, metadata = int(about["spec"]["rank"]), about.get("user_metadata") or {}
         return {
@@ -279,21 +208,53 @@ class CheckpointApi:
             "user_metadata": {key: v if isinstance(v, str) else json.dumps(v) for key, v in metadata.items()},
         }  # fmt: skip
 
+    def list_runs(self, page: slice) -> Json:
+        ids = self.run_ids()
+        return {"training_runs": list(map(self.get_run, ids[page])), "cursor": _cursor(page, len(ids))}
 
-def _path(request: HttpRequest) -> TinkerPath:
-    parts = request.path_params
-    return TinkerPath.parse(f"tinker://{parts['run_id']}/{parts['kind']}/{parts['name']}")
+    def list_checkpoints(self, run_id: str) -> Json:
+        return {"checkpoints": [saved.described() for saved in self.of_run(run_id)]}
+
+    def list_all_checkpoints(self, page: slice) -> Json:
+        found = [saved for run_id in self.run_ids() for saved in self.of_run(run_id)]
+        found.sort(key=lambda saved: saved.created, reverse=True)
+        return {"checkpoints": [saved.described() for saved in found[page]], "cursor": _cursor(page, len(found))}
+
+    def archive(self, path: TinkerPath) -> Response:
+        """The model's files as one tar file."""
+        files = self.find(path, check=True).files
+        packed = tempfile.NamedTemporaryFile(suffix=".tar")  # noqa: SIM115  # closed when it was sent
+        with tarfile.open(packed.name, "w") as tar:
+            for name, file in files.items():
+                tar.add(file, arcname=name)
+        end = BackgroundTask(packed.close)
+        return FileResponse(packed.name, filename=f"{path.name}.tar", media_type="application/x-tar", background=end)
+
+    def file_urls(self, url: str, path: TinkerPath) -> Json:
+        here = url.removesuffix("/external_weights_urls")
+        urls = {name: f"{here}/files/{name}" for name in self.find(path, check=True).files}
+        return {"urls": urls, "expires": _time(time.time() + _URLS_S)}
+
+    def file(self, path: TinkerPath, file: str) -> Response:
+        files = self.find(path).files
+        if file not in files:
+            raise NotFound(f"{path} has no file {file!r}; it has {', '.join(files)}")
+        return FileResponse(files[file])
 
 
-def _page(request: HttpRequest, rows: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
-    """The rows that the request asks for, and its cursor."""
+def read_page(request: HttpRequest) -> slice:
+    """The rows of a list that a request asks for."""
     try:
         offset, limit = (int(request.query_params.get(*pair)) for pair in (("offset", 0), ("limit", 20)))
     except ValueError:
         raise refuse(400, "offset and limit are whole numbers") from None
     if offset < 0 or not 1 <= limit <= 10_000:
         raise refuse(400, f"offset={offset} and limit={limit}; expected 0 or more, and 1 to 10000")
-    return rows[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(rows)}
+    return slice(offset, offset + limit)
+
+
+def _cursor(page: slice, total: int) -> dict[str, int]:
+    return {"offset": page.start, "limit": page.stop - page.start, "total_count": total}
 
 
 def _time(seconds: float) -> str:

@@ -20,15 +20,21 @@ MAX_AHEAD = 4096  # requests of one model that may wait for an earlier one
 
 
 class TooBusy(ResourceError):
-    """Come back later: the server answers 429."""
+    """Come back later."""
+
+    status = 429
 
 
 class Gone(StateError):
-    """An object that existed once: the server answers 410."""
+    """An object that existed once."""
+
+    status = 410
 
 
 class NotFound(NotFoundError):
-    """An unknown object: the server answers 404."""
+    """An unknown object."""
+
+    status = 404
 
 
 @dataclass(eq=False, slots=True)
@@ -37,12 +43,12 @@ class Request:
 
     id: str
     kind: str
+    about: dict[str, Any]  # what else the client is told before the result
     future: Future[Result] = field(default_factory=Future)
 
     @property
-    def size(self) -> int:
-        done = self.future.done() and self.future.exception() is None
-        return len(result) if done and isinstance(result := self.future.result(), bytes) else 0
+    def promise(self) -> dict[str, Any]:
+        return {"request_id": self.id, **self.about}
 
 
 class Requests:
@@ -56,8 +62,8 @@ class Requests:
         self._fetched_bytes = 0
         self._lock = threading.Lock()
 
-    def new(self, kind: str) -> Request:
-        request = Request(f"r{self._life}-{next(self._number)}", kind)
+    def new(self, kind: str, **about: Any) -> Request:
+        request = Request(f"r{self._life}-{next(self._number)}", kind, about)
         with self._lock:
             self._all[request.id] = request
             while len(self._all) > KEPT_REQUESTS:
@@ -75,10 +81,12 @@ class Requests:
 
     def fetched(self, request: Request) -> None:
         """It was answered; what was answered longest ago is forgotten when there is too much of it."""
+        result = None if request.future.exception() else request.future.result()
+        size = len(result) if isinstance(result, bytes) else 0
         with self._lock:
             if request.id not in self._fetched:
-                self._fetched[request.id] = request.size
-                self._fetched_bytes += request.size
+                self._fetched[request.id] = size
+                self._fetched_bytes += size
             while self._fetched_bytes > KEPT_BYTES:
                 old, size = self._fetched.popitem(last=False)
                 self._fetched_bytes -= size
@@ -106,13 +114,13 @@ class OrderedWorker:
         """Whether a started request is not done yet; those that wait for a missing one do not count."""
         return self._started is not None and not self._started.future.done()
 
-    def run(self, kind: str, work: Callable[[], Result]) -> Request:
+    def run(self, kind: str, work: Callable[[], Result], **about: Any) -> Request:
         """Do this in its turn among what has been started; for what has no number."""
-        request = self._requests.new(kind)
+        request = self._requests.new(kind, **about)
         self._start(request, work)
         return request
 
-    def submit(self, seq_id: int, kind: str, work: Callable[[], Result]) -> Request:
+    def submit(self, seq_id: int, kind: str, work: Callable[[], Result], **about: Any) -> Request:
         """The request of this number: a repeated one is the same, and is done once."""
         with self._lock:
             known = self._known.get(seq_id)
@@ -124,7 +132,7 @@ class OrderedWorker:
                 raise StateError(f"seq_id {seq_id} is below {self._next}, the next one; numbers begin at 1")
             if seq_id - self._next >= MAX_AHEAD:
                 raise TooBusy(f"seq_id {seq_id} is {MAX_AHEAD} or more ahead of {self._next}, which has not come yet")
-            request = self._known[seq_id] = self._requests.new(kind)
+            request = self._known[seq_id] = self._requests.new(kind, **about)
             self._early[seq_id] = work
             while self._next in self._early:
                 self._start(self._known[self._next], self._early.pop(self._next))
@@ -133,28 +141,21 @@ class OrderedWorker:
             return request
 
     def _start(self, request: Request, work: Callable[[], Result]) -> None:
-        def work_on_it() -> None:
-            try:
-                request.future.set_result(work())
-            except Exception as error:
-                request.future.set_exception(error)
-
         self._started = request
-        self._thread.submit(work_on_it)
-
-    def refuse(self, seq_id: int, reason: str) -> None:
-        """Count the number of a request that is not done."""
-
-        def refused() -> Result:
-            raise StateError(reason)
-
-        self.submit(seq_id, "refused", refused)
+        self._thread.submit(do, work, request.future)
 
     def close(self, reason: str) -> None:
         """Stop; requests that wait get an error."""
         with self._lock:
-            early, self._early = self._early, {}
-            waiting = [self._known[seq_id] for seq_id in early]
+            waiting = [self._known[seq_id] for seq_id in self._early]
+            self._early.clear()
         for request in waiting:
             request.future.set_exception(Gone(reason))
-        self._thread.shutdown(wait=False, cancel_futures=False)
+        self._thread.shutdown(wait=False)
+
+
+def do(work: Callable[[], Result], future: Future[Result]) -> None:
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)

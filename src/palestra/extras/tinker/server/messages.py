@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,6 +57,10 @@ class Tensor:
     def places(self) -> Array:
         return np.arange(len(self.values)) if self.cells is None else self.cells
 
+    @property
+    def rows(self) -> Array:
+        return self.places // (self.shape[1] if len(self.shape) == 2 else 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Datum:
@@ -76,21 +80,11 @@ class ForwardBackwardRequest:
     forward_only: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TopK:
+class TopK(NamedTuple):
     """The most likely tokens of each position, best first."""
 
     token_ids: Array  # [N, K] int32
     logprobs: Array  # [N, K] float32
-
-
-@dataclass(frozen=True, slots=True)
-class SampleResponse:
-    turns: Sequence[Turn] = ()
-    topk: Sequence[TopK | None] = ()
-    prompt_logprobs: Array | None = None  # [T] float32, NaN where none was computed
-    prompt_topk: TopK | None = None
-    target_logprobs: Tensor | None = None
 
 
 def parse_request(body: bytes) -> Any:
@@ -138,21 +132,26 @@ def write_outputs(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> by
     return bytes(message.SerializeToString())
 
 
-def write_sample(response: SampleResponse) -> bytes:
-    message = pb.SampleResponse()
-    for turn, top in zip(response.turns, response.topk or [None] * len(response.turns), strict=True):
+def write_sample(
+    turns: Sequence[Turn],
+    tops: Sequence[TopK | None],  # of each turn
+    prompt_logprobs: Array | None = None,  # [T] float32, NaN where none was computed
+    prompt_top: TopK | None = None,
+    targets: Tensor | None = None,
+) -> bytes:
+    """A SampleResponse."""
+    message = pb.SampleResponse(
+        prompt_logprobs=None if prompt_logprobs is None else prompt_logprobs.astype("<f4").tobytes(),
+        topk_prompt_logprobs=_topk(prompt_top),
+        target_prompt_logprobs=None if targets is None else _tensor(targets),
+    )
+    for turn, top in zip(turns, tops, strict=True):
         message.sequences.add(
             stop_reason=pb.STOP_REASON_STOP if turn.finish == "stop" else pb.STOP_REASON_LENGTH,
             tokens=turn.token_ids.astype("<i4").tobytes(),
             logprobs=turn.logprobs.astype("<f4").tobytes(),
             topk_sampled_logprobs=_topk(top),
         )
-    if response.prompt_logprobs is not None:
-        message.prompt_logprobs = response.prompt_logprobs.astype("<f4").tobytes()
-    if response.prompt_topk is not None:
-        message.topk_prompt_logprobs.CopyFrom(_topk(response.prompt_topk))
-    if response.target_logprobs is not None:
-        message.target_prompt_logprobs.CopyFrom(_tensor(response.target_logprobs))
     return bytes(message.SerializeToString())
 
 
@@ -207,8 +206,8 @@ def _tensor(tensor: Tensor) -> Any:
     if tensor.cells is None:
         message.dense = data
         return message
-    rows = np.bincount(tensor.cells // tensor.shape[1], minlength=tensor.shape[0])
-    crow, col = np.cumsum([0, *rows]).astype("<i8"), (tensor.cells % tensor.shape[1]).astype("<i8")
+    counts = np.bincount(tensor.rows, minlength=tensor.shape[0])
+    crow, col = np.cumsum([0, *counts]).astype("<i8"), (tensor.cells % tensor.shape[1]).astype("<i8")
     message.sparse_csr.values = data
     message.sparse_csr.crow_indices, message.sparse_csr.col_indices = crow.tobytes(), col.tobytes()
     return message

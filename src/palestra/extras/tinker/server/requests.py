@@ -25,10 +25,10 @@ StopIds = Annotated[list[int], Field(max_length=MAX_STOPS)]
 Ttl = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
-def _only_adamw(kind: str | None) -> str:
+def _only_adamw(kind: str | None) -> str | None:
     if kind not in ("adamw", "adam", None):
         raise ValueError(f"the optimizer {kind!r} is not supported by this server; use adamw")
-    return kind or "adamw"
+    return kind
 
 
 AdamW = Annotated[str | None, AfterValidator(_only_adamw)]

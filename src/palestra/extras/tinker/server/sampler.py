@@ -25,7 +25,9 @@ from palestra.core.types import Array, SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.engine.attention import plain_forward
 from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
-from palestra.extras.tinker.server.messages import EMPTY_LOGPROB, SampleResponse, Tensor, TopK
+from palestra.extras.tinker.server.futures import Result
+from palestra.extras.tinker.server.messages import EMPTY_LOGPROB, Tensor, TopK, write_sample
+from palestra.extras.tinker.server.requests import Sample
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
 from palestra.policy.local import token_logprobs
@@ -34,22 +36,17 @@ PAUSE_S = 0.01  # without a new request: the burst is over
 LONGEST_BURST_S = 0.2
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class PinnedWeights:
-    """The weights of one version, unaffected by further training."""
-
-    read: Callable[[], Mapping[str, Any]]  # by the names of the module's weights; none for the base model itself
+# The tensors of one version, unaffected by further training, by the names of the module's weights; none of them for the
+# base model itself. Versions are told apart by this object.
+ReadWeights = Callable[[], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    weights: PinnedWeights
-    prompt: Sequence[int]
+    weights: ReadWeights
+    prompt: list[int]
     turns: Sequence[SamplingParams]  # one for each sample
-    prompt_logprobs: bool = False
-    prompt_logprobs_last_n: int | None = None
-    topk_prompt: int = 0
-    topk_sample: int = 0
+    body: Sample
     targets: Tensor | None = None  # token ids [T - 1, K] to score at prompt positions 1 and later; -1: none
 
 
@@ -58,54 +55,44 @@ class Sampler:
 
     def __init__(self, base: BaseModel, spec: AdapterSpec | None, kv_memory_gib: float | None = None) -> None:
         self._base, self._spec, self._kv_memory_gib = base, spec, kv_memory_gib
-        self._unanswered: set[Future[SampleResponse]] = set()
-        self._loaded: PinnedWeights | None = None
+        self._unanswered: set[Future[Result]] = set()
+        self._loaded: ReadWeights | None = None
         self._loads = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._started: Future[asyncio.AbstractEventLoop] = Future()
-        self._thread = threading.Thread(target=self._run, name="tinker-sampler", daemon=True)
-        self._thread.start()
+        self._loop = asyncio.new_event_loop()
+        self._queue: asyncio.Queue[tuple[SampleRequest | None, Future[Result]]] = asyncio.Queue()
+        threading.Thread(target=self._run, name="tinker-sampler", daemon=True).start()
 
     @property
     def busy(self) -> int:
         """Requests that have not been answered."""
         return len(self._unanswered)
 
-    def submit(self, request: SampleRequest) -> Future[SampleResponse]:
-        """Answered when its turn has come; from any thread."""
-        answer: Future[SampleResponse] = Future()
+    def submit(self, request: SampleRequest, answer: Future[Result]) -> None:
+        """Answer when its turn has come; from any thread."""
         self._unanswered.add(answer)
-        self._started.add_done_callback(lambda started: self._put(started, request, answer))
-        return answer
+        answer.add_done_callback(self._unanswered.discard)
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, (request, answer))
 
     def close(self) -> None:
         """End the thread when what it works on is done."""
-        self._started.add_done_callback(lambda started: self._put(started, None, None))
-
-    def _put(self, started: Future[asyncio.AbstractEventLoop], request: SampleRequest | None, answer: Any) -> None:
-        if error := started.exception():
-            if answer is not None:
-                self._fail(answer, error)
-            return
-        started.result().call_soon_threadsafe(self._queue.put_nowait, (request, answer))
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, (None, Future()))
 
     def _run(self) -> None:
-        stream = torch.cuda.Stream(self._base.device) if self._base.device.type == "cuda" else None
-        with torch.cuda.stream(stream):  # None: does nothing
-            asyncio.run(self._serve())
+        self._base.use_stream()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
 
     async def _serve(self) -> None:
-        self._queue: asyncio.Queue[tuple[SampleRequest | None, Future[SampleResponse]]] = asyncio.Queue()
+        broken: Exception | None = None
         try:
             self._module: Any = self._base.module(self._spec).eval().requires_grad_(False)
             with self._base.building:  # an engine may move the weights that all share
                 self._policy: Policy[Any] = build_policy(
                     self._module, self._base.tokenizer, "auto", self._kv_memory_gib
                 )
-        except BaseException as error:
-            self._started.set_exception(error)
-            return
-        self._started.set_result(asyncio.get_running_loop())
+        except Exception as error:
+            broken = error
         while True:
             burst = await self._burst()
             siblings = Counter(_prompt_of(request) for request, _ in burst if request for _ in request.turns)
@@ -116,22 +103,24 @@ class Sampler:
                 if request is None:
                     return
                 try:
+                    if broken is not None:
+                        raise broken
                     if request.weights is not self._loaded:
                         self._loads += 1
-                        self._policy.update(Weights(self._loads, request.weights.read))
+                        self._policy.update(Weights(self._loads, request.weights))
                         self._loaded = request.weights
                     prompt = _prompt_of(request)
                     if prompt not in forks:
                         forks[prompt] = iter(self._policy.fork(self._policy.open(request.prompt), siblings[prompt]))
                 except Exception as error:
-                    self._fail(answer, error)
+                    answer.set_exception(error)
                     continue
                 sessions = [next(forks[prompt]) for _ in request.turns]
                 task = asyncio.create_task(self._work(request, sessions, answer))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def _burst(self) -> list[tuple[SampleRequest | None, Future[SampleResponse]]]:
+    async def _burst(self) -> list[tuple[SampleRequest | None, Future[Result]]]:
         """The next requests: the first, and all that come until a pause."""
         burst = [await self._queue.get()]
         until, waiting = time.monotonic() + LONGEST_BURST_S, -1
@@ -140,24 +129,18 @@ class Sampler:
             await asyncio.sleep(PAUSE_S)
         return burst + [self._queue.get_nowait() for _ in range(self._queue.qsize())]
 
-    async def _work(self, request: SampleRequest, sessions: Sequence[Any], answer: Future[SampleResponse]) -> None:
+    async def _work(self, request: SampleRequest, sessions: Sequence[Any], answer: Future[Result]) -> None:
         try:
             turns = await asyncio.gather(*map(self._turn, sessions, request.turns))
-            prompt, topk = list(request.prompt), list[TopK]()
-            if request.topk_sample:
-                for turn, params in zip(turns, request.turns, strict=True):
-                    ids, temperature = [*prompt, *turn.token_ids.tolist()], params.temperature or 1.0
-                    topk.append((await self._score(ids, len(prompt), request.topk_sample, temperature))[1])
-            result = SampleResponse(turns, topk, *await self._score_prompt(request, prompt))
+            tops: list[TopK | None] = [None] * len(turns)
+            if k := request.body.topk_sample_logprobs:
+                for i, (turn, params) in enumerate(zip(turns, request.turns, strict=True)):
+                    ids = [*request.prompt, *turn.token_ids.tolist()]
+                    _, top = await self._score(ids, len(request.prompt), k, params.temperature or 1.0)
+                    tops[i] = TopK(*(column[len(request.prompt) :] for column in top))
+            answer.set_result(write_sample(turns, tops, *await self._score_prompt(request)))
         except Exception as error:
-            self._fail(answer, error)
-        else:
-            self._unanswered.discard(answer)
-            answer.set_result(result)
-
-    def _fail(self, answer: Future[SampleResponse], error: BaseException) -> None:
-        self._unanswered.discard(answer)
-        answer.set_exception(error)
+            answer.set_exception(error)
 
     async def _turn(self, session: Any, params: SamplingParams) -> Turn:
         """Sample one turn and close its session, since the engine waits briefly for open ones."""
@@ -166,38 +149,29 @@ class Sampler:
         finally:
             self._policy.close(session)
 
-    async def _score_prompt(
-        self, request: SampleRequest, prompt: list[int]
-    ) -> tuple[Array | None, TopK | None, Tensor | None]:
+    async def _score_prompt(self, request: SampleRequest) -> tuple[Array | None, TopK | None, Tensor | None]:
         """The prompt's own logprobs, the most likely tokens at its places, and the logprobs of other tokens there."""
+        prompt, body, k = request.prompt, request.body, request.body.topk_prompt_logprobs
         targets = None if request.targets is None else await self._score_targets(prompt, request.targets)
-        if not (request.prompt_logprobs or request.topk_prompt):
+        if not (body.prompt_logprobs or k):
             return None, None, targets
-        start = max(1, len(prompt) - (request.prompt_logprobs_last_n or len(prompt)))
-        own, top = await self._score(prompt, start, request.topk_prompt)
-        logprobs = np.full(len(prompt), np.nan, np.float32)
-        logprobs[start:] = own
-        if not request.topk_prompt:
-            return logprobs, None, targets
-        ids, values = (np.full((len(prompt), request.topk_prompt), fill) for fill in (0, EMPTY_LOGPROB))
-        ids[start:], values[start:] = top.token_ids, top.logprobs
-        return logprobs if request.prompt_logprobs else None, TopK(ids, values), targets
+        start = max(1, len(prompt) - (body.prompt_logprobs_last_n or len(prompt)))
+        logprobs, top = await self._score(prompt, start, k)
+        return logprobs if body.prompt_logprobs else None, top if k else None, targets
 
     async def _score(self, ids: list[int], start: int, k: int, temperature: float = 1.0) -> tuple[Array, TopK]:
-        """[n] logprobs of the tokens from `start` on, and [n, k] the most likely ones in their places."""
-        logprobs: list[float] = []
-        tops: list[list[tuple[int, float]]] = []
-        if start < len(ids):
-            for piece in token_logprobs(self._module, ids, start, top=k, temperature=temperature):
-                logprobs += piece.logprobs
-                tops += piece.top
-                await asyncio.sleep(0)
-        shape = (len(logprobs), k)
-        best = TopK(np.zeros(shape, np.int32), np.full(shape, EMPTY_LOGPROB, np.float32))
-        for i, pairs in enumerate(tops):
-            for j, (token, logprob) in enumerate(pairs):
-                best.token_ids[i, j], best.logprobs[i, j] = token, logprob
-        return np.array(logprobs, np.float32), best
+        """[T] logprobs of the tokens from `start` on, and [T, k] the most likely ones in their places."""
+        logprobs, best = np.full(len(ids), np.nan, np.float32), np.zeros((len(ids), k), np.int32)
+        values = np.full((len(ids), k), EMPTY_LOGPROB, np.float32)
+        at = start
+        for piece in token_logprobs(self._module, ids, start, top=k, temperature=temperature) if at < len(ids) else ():
+            for logprob, pairs in zip(piece.logprobs, piece.top, strict=True):
+                logprobs[at] = logprob
+                for j, pair in enumerate(pairs):
+                    best[at, j], values[at, j] = pair
+                at += 1
+            await asyncio.sleep(0)
+        return logprobs, TopK(best, values)
 
     async def _score_targets(self, prompt: list[int], targets: Tensor) -> Tensor:
         if len(targets.shape) != 2 or targets.shape[0] != len(prompt) - 1:
@@ -207,7 +181,7 @@ class Sampler:
         ids = torch.tensor([prompt], device=self._base.device)
         logits = plain_forward(self._module, ids[:, :-1], use_cache=False).logits[0]
         logprobs = logits.float().log_softmax(-1)
-        rows = torch.from_numpy(targets.places // targets.shape[1]).to(ids.device)
+        rows = torch.from_numpy(targets.rows).to(ids.device)
         target_ids = torch.from_numpy(targets.values.astype(np.int64)).to(ids.device)
         values = logprobs[rows, target_ids.clamp(min=0)].where(target_ids >= 0, 0.0)
         return Tensor(values.cpu().numpy(), targets.shape, targets.cells)

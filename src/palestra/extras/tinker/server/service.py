@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from palestra.core.errors import PalestraError, StateError
 from palestra.core.files import verify_folder
 from palestra.engine.runner import GIB, default_kv_bytes
+from palestra.extras.tinker.server import requests as bodies
 from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
-from palestra.extras.tinker.server.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name, weights_of
+from palestra.extras.tinker.server.checkpoints import KINDS, Checkpoint, Checkpoints, TinkerPath, checkpoint_name
 from palestra.extras.tinker.server.futures import Gone, NotFound, OrderedWorker, Request, Requests, Result, TooBusy
-from palestra.extras.tinker.server.messages import ForwardBackwardRequest, SampleResponse, write_outputs, write_sample
-from palestra.extras.tinker.server.requests import (
-    CreateFromWeights,
-    CreateModel,
-    CreateSamplingSession,
-    LoadWeights,
-    OptimStep,
-    SavedWeights,
-    SaveWeights,
-    SaveWeightsForSampler,
-)
-from palestra.extras.tinker.server.sampler import PinnedWeights, Sampler, SampleRequest
+from palestra.extras.tinker.server.messages import ForwardBackwardRequest, parse_request, write_outputs
+from palestra.extras.tinker.server.sampler import ReadWeights, Sampler, SampleRequest
 from palestra.extras.tinker.server.training_model import TrainingModel, check_loss
 from palestra.extras.tinker.server.training_run import TrainingRun
+from palestra.servers.web import refuse
 
 log = logging.getLogger("palestra")
 
-_SAVED_BY = {
-    "weights": "save_weights", "sampler_weights": "save_weights_for_sampler",
-    "external_weights": "save_weights_external",
-}  # fmt: skip
 RESTARTED = "it has ended, or the server was restarted; continue from a saved tinker:// path"
+Json = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Session:
     id: str
     name: str
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: Json
     last_seen: float = field(default_factory=time.monotonic)
     models: dict[int, Request] = field(default_factory=dict)  # by model_seq_id
     sampling: dict[int, str] = field(default_factory=dict)  # by sampling_session_seq_id
@@ -64,16 +53,21 @@ class Model:
     spec: AdapterSpec
     bytes: int
     worker: OrderedWorker
-    run: TrainingRun | None = None
-    training_model: TrainingModel | None = None
-    pinned: OrderedDict[int, PinnedWeights] = field(default_factory=OrderedDict)  # by version, oldest first
-    inflight: tuple[int, PinnedWeights] | None = None  # the version that all inflight sampling sessions use, or none
+    training: tuple[TrainingModel, TrainingRun] | None = None
+    pinned: OrderedDict[int, ReadWeights] = field(default_factory=OrderedDict)  # by version, oldest first
+    inflight: tuple[int, ReadWeights] | None = None  # the version that all inflight sampling sessions use, or none
 
-    @property
-    def ready(self) -> tuple[TrainingModel, TrainingRun]:
-        if self.training_model is None or self.run is None:
-            raise NotFound(f"the model {self.id!r} could not be made; see what create_model answered")
-        return self.training_model, self.run
+    def submit(
+        self, seq_id: int, kind: str, work: Callable[[TrainingModel, TrainingRun], Result], **about: Any
+    ) -> Request:
+        """Do this in the turn of its number."""
+
+        def with_training() -> Result:
+            if self.training is None:
+                raise NotFound(f"the model {self.id!r} could not be made; see what create_model answered")
+            return work(*self.training)
+
+        return self.worker.submit(seq_id, kind, with_training, model_id=self.id)
 
 
 @dataclass(slots=True)
@@ -82,7 +76,7 @@ class SamplingSession:
     session: str
     base: BaseModel
     spec: AdapterSpec | None
-    weights: PinnedWeights
+    weights: ReadWeights
     sampler: str  # requests of one name share an engine
     path: str | None = None
     requests: dict[int, Request] = field(default_factory=dict)  # by seq_id
@@ -106,7 +100,10 @@ class ServiceLimits:
 
 
 class Service:
-    """Everything behind the HTTP routes, as methods. The event loop's thread calls them; workers do what takes long."""
+    """Everything behind the HTTP routes. The event loop's thread calls its methods; workers do what takes long.
+
+    What takes the body of a request gives its answer, or the Request whose result is the answer.
+    """
 
     def __init__(self, bases: Sequence[BaseModel], output_dir: Path, limits: ServiceLimits | None = None) -> None:
         self.bases = {base.name: base for base in bases}
@@ -118,18 +115,21 @@ class Service:
         self.sampling: dict[str, SamplingSession] = {}
         self._output_dir = output_dir
         self._samplers: OrderedDict[str, Sampler] = OrderedDict()
-        self._base_weights = PinnedWeights(dict)
-        self._path_weights: dict[tuple[str, float], PinnedWeights] = {}
+        self._path_weights: dict[tuple[str, float], ReadWeights] = {}
 
     # sessions
 
-    def create_session(self, name: str, metadata: dict[str, Any]) -> str:
-        self._make_room(lambda: len(self.sessions) >= self.limits.sessions)
-        if len(self.sessions) >= self.limits.sessions:
-            raise TooBusy(f"{len(self.sessions)} sessions are open, which is the limit; close one, or try again later")
-        session = Session(f"s-{secrets.token_hex(6)}", name, metadata)
+    def create_session(self, body: bodies.CreateSession) -> Json:
+        full = f"{self.limits.sessions} sessions are open, which is the limit; close one, or try again later"
+        self._make_room(lambda: full if len(self.sessions) >= self.limits.sessions else "")
+        metadata = {**(body.user_metadata or {}), **({"tags": body.tags} if body.tags else {})}
+        session = Session(f"s-{secrets.token_hex(6)}", body.display_name or "tinker", metadata)
         self.sessions[session.id] = session
-        return session.id
+        return {"type": "create_session", "session_id": session.id}
+
+    def heartbeat(self, body: bodies.SessionRequest) -> Json:
+        self.session(body.session_id)
+        return {"type": "session_heartbeat"}
 
     def session(self, session_id: str) -> Session:
         session = self.sessions.get(session_id)
@@ -138,14 +138,27 @@ class Service:
         session.last_seen = time.monotonic()
         return session
 
+    def get_session(self, session_id: str) -> Json:
+        session = self.session(session_id)
+        models = [model.id for model in self._models_of(session_id)]
+        samplers = list(session.sampling.values())
+        return {"training_run_ids": models, "sampler_ids": samplers, "display_name": session.name}
+
     def finish_session(self, session_id: str, *, completed: bool = True) -> None:
         session = self.sessions.pop(session_id, None)
         if session is None:
             return
-        for model in [m for m in self.models.values() if m.session == session_id]:
+        for model in self._models_of(session_id):
             self.unload(model.id, completed=completed)
         for sampling_id in session.sampling.values():
             self.sampling.pop(sampling_id, None)
+
+    def _models_of(self, session_id: str) -> list[Model]:
+        return [model for model in self.models.values() if model.session == session_id]
+
+    def _touch(self, session_id: str) -> None:
+        if session := self.sessions.get(session_id):
+            session.last_seen = time.monotonic()
 
     def end_idle(self) -> None:
         """End sessions whose client is gone."""
@@ -154,25 +167,33 @@ class Service:
             log.warning("session %s has sent nothing for %g s and is ended", session_id, self.limits.session_idle_s)
             self.finish_session(session_id, completed=False)
 
-    def _make_room(self, is_full: Callable[[], bool]) -> None:
-        """End sessions of disconnected clients while `is_full()`, the longest silent first; those at work stay."""
+    def _make_room(self, refusal: Callable[[], str]) -> None:
+        """End sessions of disconnected clients while something is refused; the longest silent first, none at work."""
         self.end_idle()
         longest = time.monotonic() - self.limits.session_gone_s
         for session in sorted(self.sessions.values(), key=lambda session: session.last_seen):
-            if session.last_seen >= longest or not is_full():
-                return
-            if not any(m.worker.is_busy for m in self.models.values() if m.session == session.id):
+            if session.last_seen >= longest or not refusal():
+                break
+            if not any(model.worker.is_busy for model in self._models_of(session.id)):
                 log.warning("session %s has no heartbeat and is ended to make room for another one", session.id)
                 self.finish_session(session.id, completed=False)
+        if refused := refusal():
+            raise TooBusy(refused)
 
     def close(self) -> None:
         for session_id in list(self.sessions):
             self.finish_session(session_id, completed=False)
-        for sampler in self._samplers.values():
-            sampler.close()
-        self._samplers.clear()
+        while self._samplers:
+            self._samplers.popitem()[1].close()
 
     # training
+
+    def capabilities(self) -> Json:
+        models = [
+            {"model_name": b.name, "max_context_length": b.context, "trainable": True, "sampleable": True}
+            for b in self.bases.values()
+        ]
+        return {"supported_models": models}
 
     def base(self, name: str) -> BaseModel:
         path = name.rstrip("/")
@@ -181,34 +202,23 @@ class Service:
             raise NotFound(f"the base model {name!r} is not served here; this server has {', '.join(self.bases)}")
         return base
 
-    def create_model(self, body: CreateModel | CreateFromWeights) -> Request:
+    def create_model(self, body: bodies.CreateModel | bodies.CreateFromWeights) -> Request:
         """Make a model to train, a new one or from a checkpoint; the same number again gives the same one."""
         session = self.session(body.session_id)
         if body.model_seq_id in session.models:
             return session.models[body.model_seq_id]
-        load: Callable[[TrainingModel], None] | None = None
-        if isinstance(body, CreateFromWeights):
-            path = TinkerPath.parse(body.path)
-            base = self.base(body.base_model or self.checkpoints.find(path).base_model)
-            saved = self._checkpoint(path, base)
-            load = partial(_load, checkpoint=saved, optimizer=body.optimizer)
+        loads: list[Callable[[TrainingModel], None]] = []
+        if isinstance(body, bodies.CreateFromWeights):
+            base, saved = self._saved(body.path, body.base_model)
+            loads.append(partial(_load, checkpoint=saved, optimizer=body.optimizer))
             spec, seed, kind, more = saved.spec, 0, "load_weights", {"path": body.path}
         else:
             base, lora, kind, more = self.base(body.base_model), body.lora_config, "create_model", {}
             spec, seed = (AdapterSpec(), 0) if lora is None else (lora.spec, lora.seed or 0)
         size = base.trained_bytes(spec)
-        self._make_room(lambda: bool(self._refusal(spec, size)))
-        if refusal := self._refusal(spec, size):
-            raise TooBusy(refusal)
+        self._make_room(lambda: self._refusal(spec, size))
         model_id = body.model_id
-
-        def use_own_stream() -> None:
-            """On a GPU each thread has its own stream, so that one client's kernels do not wait for another's."""
-            if base.device.type == "cuda":
-                torch.cuda.set_stream(torch.cuda.Stream(base.device))
-
-        worker = OrderedWorker(model_id, self.requests, use_own_stream)
-        model = Model(model_id, session.id, base, spec, size, worker)
+        model = Model(model_id, session.id, base, spec, size, OrderedWorker(model_id, self.requests, base.use_stream))
         self.models[model_id] = model
         metadata = {**session.metadata, **(body.user_metadata or {})}
         about = {"model_id": model_id, "session": session.id, "user_metadata": metadata}
@@ -217,17 +227,17 @@ class Service:
             try:
                 rows = self.limits.rows_per_pass or (4 if base.device.type == "cpu" else 1 << 30)
                 training_model = TrainingModel(base, spec, seed=seed, rows_per_pass=rows)
-                if load is not None:
+                for load in loads:
                     load(training_model)
-                model.training_model = training_model
-                model.run = TrainingRun(self._output_dir, base, spec, session.name, about)
+                run = TrainingRun(self._output_dir, base, spec, session.name, about)
             except BaseException:
                 self.models.pop(model_id, None)
                 raise
-            self.checkpoints.add_run(model_id, model.run.folder)
+            model.training = training_model, run
+            self.checkpoints.add_run(model_id, run.folder)
             return {"type": kind, "model_id": model_id, **more}
 
-        session.models[body.model_seq_id] = model.worker.run(kind, make)
+        session.models[body.model_seq_id] = model.worker.run(kind, make, model_id=model_id)
         return session.models[body.model_seq_id]
 
     def _refusal(self, spec: AdapterSpec, size: int) -> str:
@@ -249,18 +259,21 @@ class Service:
         self._touch(model.session)
         return model
 
-    def _touch(self, session_id: str) -> None:
-        if session := self.sessions.get(session_id):
-            session.last_seen = time.monotonic()
+    def get_info(self, body: bodies.ModelRequest) -> Json:
+        model = self.model(body.model_id)
+        base, rank = model.base, model.spec.rank
+        data = {"model_name": base.loadable_name, "tokenizer_id": base.path, "arch": base.architecture}
+        lora = {"is_lora": rank > 0, "lora_rank": rank}
+        return {"type": "get_info", "model_id": model.id, "model_data": data, "model_name": base.name, **lora}
 
     def unload(self, model_id: str, *, completed: bool = True) -> Request:
         """End a model's training; what was saved stays."""
         model = self.models.pop(model_id)
 
         def end() -> Result:
-            if model.run is not None:
-                model.run.close(completed=completed)
-            model.training_model = None
+            if model.training is not None:
+                model.training[1].close(completed=completed)
+            model.training = None
             return {"type": "unload_model", "model_id": model_id}
 
         request = model.worker.run("unload_model", end)
@@ -273,8 +286,7 @@ class Service:
         model = self.model(request.model_id)
         settings = check_loss(request.loss_fn, request.loss_fn_config)
 
-        def work() -> Result:
-            training_model, run = model.ready
+        def work(training_model: TrainingModel, run: TrainingRun) -> Result:
             began = time.perf_counter()
             backward = not request.forward_only
             outputs = training_model.forward_backward(request.data, request.loss_fn, settings, backward=backward)
@@ -282,63 +294,75 @@ class Service:
                 run.computed(request.data, request.loss_fn, outputs, time.perf_counter() - began)
             return write_outputs(outputs.logprobs, {"loss:sum": outputs.loss})
 
-        return model.worker.submit(request.seq_id, "forward_backward", work)
+        return model.submit(request.seq_id, "forward_backward", work)
 
-    def optim_step(self, body: OptimStep) -> Request:
-        model, adam = self.model(body.model_id), body.adam
+    def optim_step(self, body: bodies.OptimStep) -> Request:
+        adam = body.adam
 
-        def work() -> Result:
-            training_model, run = model.ready
+        def work(training_model: TrainingModel, run: TrainingRun) -> Result:
             began = time.perf_counter()
             norm = training_model.optim_step(adam)
             run.stepped(adam, norm, time.perf_counter() - began)
             return {"type": "optim_step", "metrics": {"grad_norm": norm, "learning_rate": adam.learning_rate}}
 
-        return model.worker.submit(body.seq_id, "optim_step", work)
+        return self.model(body.model_id).submit(body.seq_id, "optim_step", work)
+
+    def refuse(self, body: bytes, reason: str) -> None:
+        """The number of a request that is refused counts: the model's later ones must not wait for it."""
+
+        def refused() -> Result:
+            raise StateError(reason)
+
+        with contextlib.suppress(PalestraError, ValueError, KeyError, TypeError, RecursionError):
+            if body[:1] == b"{":
+                fields = json.loads(body)
+                model_id, seq_id = str(fields.get("model_id")), int(fields["seq_id"])
+            else:
+                message = parse_request(body)
+                model_id, seq_id = message.model_id, message.seq_id
+            if model := self.models.get(model_id):
+                model.worker.submit(seq_id, "refused", refused)
 
     # checkpoints
 
-    def save(self, kind: str, body: SavedWeights) -> Request:
-        model, what = self.model(body.model_id), _SAVED_BY[kind]
+    def save(self, kind: str, body: bodies.SavedWeights) -> Request:
+        model, what = self.model(body.model_id), KINDS[kind][0]
         path = TinkerPath(model.id, kind, checkpoint_name(body.path or f"seq-{body.seq_id:06d}"))
-        overwrite = body.overwrite if isinstance(body, SaveWeights) else True
+        overwrite = body.overwrite if isinstance(body, bodies.SaveWeights) else True
+        about = {"base_model": model.base.name, "spec": asdict(model.spec), "user_metadata": body.user_metadata or None}
 
-        def work() -> Result:
-            training_model, _ = model.ready
+        def work(training_model: TrainingModel, run: TrainingRun) -> Result:
             write = partial(training_model.save, optimizer=kind == "weights")
-            self.checkpoints.save(
-                path, model.base.name, model.spec, write,
-                overwrite=overwrite, ttl_s=body.ttl_seconds, user_metadata=body.user_metadata,
-            )  # fmt: skip
+            self.checkpoints.save(path, write, about, ttl_s=body.ttl_seconds, overwrite=overwrite)
             return {"type": what, "path": str(path)}
 
-        return model.worker.submit(body.seq_id, what, work)
+        return model.submit(body.seq_id, what, work)
 
-    def load(self, body: LoadWeights | CreateFromWeights) -> Request:
-        if isinstance(body, CreateFromWeights):
+    def load(self, body: bodies.LoadWeights | bodies.CreateFromWeights) -> Request:
+        if isinstance(body, bodies.CreateFromWeights):
             return self.create_model(body)
-        model, path = self.model(body.model_id), body.path
-        parsed = TinkerPath.parse(path)
+        model, path = self.model(body.model_id), TinkerPath.parse(body.path)
 
-        def work() -> Result:
-            training_model, _ = model.ready
-            saved = self._checkpoint(parsed, model.base)
+        def work(training_model: TrainingModel, run: TrainingRun) -> Result:
+            _, saved = self._saved(body.path, model.base.name)
             if saved.spec != model.spec:
                 raise NotFound(f"{path} has {saved.spec}, and {model.id!r} was made with {model.spec}; they must agree")
             _load(training_model, saved, body.optimizer)
-            return {"type": "load_weights", "path": path, "model_id": model.id}
+            return {"type": "load_weights", "path": body.path, "model_id": model.id}
 
-        return model.worker.submit(body.seq_id, "load_weights", work)
+        return model.submit(body.seq_id, "load_weights", work)
 
-    def _checkpoint(self, path: TinkerPath, base: BaseModel) -> Checkpoint:
-        checkpoint = self.checkpoints.find(path)
+    def _saved(self, path: str, base_model: str | None) -> tuple[BaseModel, Checkpoint]:
+        """The checkpoint at a path, and the model that it was trained on, or that is named and must be that one."""
+        checkpoint = self.checkpoints.find(TinkerPath.parse(path))
+        base = self.base(base_model or checkpoint.base_model)
         if checkpoint.base_model != base.name:
             raise NotFound(f"{path} was trained on {checkpoint.base_model}, and this is {base.name}")
-        return checkpoint
+        return base, checkpoint
 
     # sampling
 
-    def save_for_sampler(self, body: SaveWeightsForSampler) -> Request:
+    def save_for_sampler(self, body: bodies.SaveWeightsForSampler) -> Request:
         """A checkpoint or, without a path, a sampling session at the version that the model has in its turn.
 
         An inflight one moves on to later versions with all others of its model.
@@ -351,15 +375,11 @@ class Service:
             number = 1_000_000 + body.seq_id
         sampling_id = f"{session.id}:sample:{number}"
 
-        def work() -> Result:
-            training_model, _ = model.ready
+        def work(training_model: TrainingModel, run: TrainingRun) -> Result:
             version, is_inflight = training_model.version, body.kind == "inflight"
-            if version in model.pinned:  # every save of a version has the same copy
-                weights = model.pinned[version]
-            elif model.inflight is not None and model.inflight[0] == version:
-                weights = model.inflight[1]
-            else:
-                weights = PinnedWeights(partial(dict, training_model.snapshot()))
+            known = {**dict([model.inflight] if model.inflight else []), **model.pinned}
+            # every save of a version has the same copy
+            weights = known.get(version) or partial(dict, training_model.snapshot())
             if is_inflight:
                 model.inflight = version, weights
             else:
@@ -373,30 +393,28 @@ class Service:
             session.sampling[number] = sampling_id
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampling_id}
 
-        return model.worker.submit(body.seq_id, "save_weights_for_sampler", work)
+        return model.submit(body.seq_id, "save_weights_for_sampler", work)
 
-    def create_sampling_session(self, body: CreateSamplingSession) -> str:
+    def create_sampling_session(self, body: bodies.CreateSamplingSession) -> Json:
         session, seq = self.session(body.session_id), body.sampling_session_seq_id
         if seq not in session.sampling:
             sampling_id = f"{session.id}:sample:{seq}"
-            new = self.new_sampling_session(body.base_model, body.model_path, sampling_id, session.id)
+            new = self._sampling_session(body.base_model, body.model_path, sampling_id, session.id)
             self.sampling[sampling_id] = new
             session.sampling[seq] = sampling_id
-        return session.sampling[seq]
+        return {"type": "create_sampling_session", "sampling_session_id": session.sampling[seq]}
 
-    def new_sampling_session(
+    def _sampling_session(
         self, base_model: str | None, path: str | None, sampling_id: str = "", session_id: str = ""
     ) -> SamplingSession:
         """A sampling session that is not registered yet; without ids for one request that names a model."""
         if path is None:
             base = self.base(base_model or next(iter(self.bases)))
-            return SamplingSession(sampling_id, session_id, base, None, self._base_weights, f"base {base.name}")
-        parsed = TinkerPath.parse(path)
-        base = self.base(base_model or self.checkpoints.find(parsed).base_model)
-        checkpoint = self._checkpoint(parsed, base)
+            return SamplingSession(sampling_id, session_id, base, None, dict, f"base {base.name}")
+        base, checkpoint = self._saved(path, base_model)
         key = (path, checkpoint.created)  # one that was overwritten since is another one
-        weights = self._path_weights.setdefault(key, PinnedWeights(lambda: weights_of(checkpoint)))
-        return SamplingSession(sampling_id, session_id, base, checkpoint.spec, weights, parsed.run_id, path)
+        weights = self._path_weights.setdefault(key, checkpoint.tensors)
+        return SamplingSession(sampling_id, session_id, base, checkpoint.spec, weights, checkpoint.path.run_id, path)
 
     def sampling_session(self, sampling_id: str) -> SamplingSession:
         session = self.sampling.get(sampling_id)
@@ -414,9 +432,34 @@ class Service:
             )
         return session
 
-    def sample(self, target: SamplingSession, seq_id: int | None, asked: SampleRequest) -> Request:
-        if seq_id is not None and seq_id in target.requests:
-            return target.requests[seq_id]
+    def get_sampler(self, sampling_id: str) -> Json:
+        session = self.sampling_session(sampling_id)
+        return {"sampler_id": session.id, "base_model": session.base.loadable_name, "model_path": session.path}
+
+    def sample(self, body: bodies.Sample) -> Request:
+        if body.sampling_session_id is not None:
+            target = self.sampling_session(body.sampling_session_id)
+        else:
+            target = self._sampling_session(body.base_model, body.model_path)
+        prompt, base = body.prompt.tokens, target.base
+        if not 0 < len(prompt) < base.context:
+            raise refuse(400, f"the prompt has {len(prompt)} tokens; the model takes 1 to {base.context - 1}")
+        if wrong := [token for token in (min(prompt), max(prompt)) if not 0 <= token < base.vocabulary]:
+            raise refuse(400, f"token id {wrong[0]} is outside the vocabulary 0..{base.vocabulary - 1}")
+        targets = body.target_prompt_logprobs
+        turns = body.turns(base.context - len(prompt), base.end_ids)
+        asked = SampleRequest(target.weights, prompt, turns, body, None if targets is None else targets.tensor)
+        request = None if body.seq_id is None else target.requests.get(body.seq_id)
+        if request is None:
+            sampler = self._sampler(target)
+            request = self.requests.new("sample")
+            if body.seq_id is not None:
+                target.requests[body.seq_id] = request
+            sampler.submit(asked, request.future)
+        request.about["sample_sequence_ids"] = [f"{request.id}:{i}" for i in range(body.num_samples)]
+        return request
+
+    def _sampler(self, target: SamplingSession) -> Sampler:
         waiting = sum(sampler.busy for sampler in self._samplers.values())
         if waiting >= self.limits.waiting_samples:
             raise TooBusy(f"{waiting} samples wait already; try again in a moment")
@@ -432,19 +475,7 @@ class Service:
             memory = default_kv_bytes(device) / GIB / self.limits.samplers if device.type == "cuda" else None
             self._samplers[key] = Sampler(target.base, target.spec, memory)
         self._samplers.move_to_end(key)
-        sampler = self._samplers[key]
-        request = self.requests.new("sample")
-        if seq_id is not None:
-            target.requests[seq_id] = request
-
-        def answer(sampled: Future[SampleResponse]) -> None:
-            if error := sampled.exception():
-                request.future.set_exception(error)
-            else:
-                request.future.set_result(write_sample(sampled.result()))
-
-        sampler.submit(asked).add_done_callback(answer)
-        return request
+        return self._samplers[key]
 
 
 def _load(training_model: TrainingModel, checkpoint: Checkpoint, optimizer: bool) -> None:

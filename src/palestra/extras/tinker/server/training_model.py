@@ -39,8 +39,6 @@ INPUTS = {  # beside target_tokens
     "gspo": (*_SAMPLED, "sequence_ratio_mask"),
     "dro": _SAMPLED,
 }
-# Each token's loss, and so its gradient, is a multiple of this input (dro has a term beside it).
-SCALED_BY = {name: "weights" if name == "cross_entropy" else "advantages" for name in INPUTS if name != "dro"}
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
 SETTINGS = {"ppo": dict(zip(_CLIP, (0.8, 1.2), strict=True)), "cispo": dict(zip(_CLIP, (0.0, 4.0), strict=True))}
 NEEDED = {"gspo": _CLIP, "dro": ("beta",)}  # settings whose defaults at the hosted service are not published
@@ -54,17 +52,18 @@ def check_loss(loss_fn: str, config: Mapping[str, float | str]) -> dict[str, flo
             f"loss_fn {loss_fn!r} is not served here; use one of {known}, or forward_backward_custom."
             f"{did_you_mean(loss_fn, INPUTS)}"
         )
-    defaults, needed = SETTINGS.get(loss_fn, {}), NEEDED.get(loss_fn, ())
+    settings: dict[str, Any] = {**dict.fromkeys(NEEDED.get(loss_fn, ())), **SETTINGS.get(loss_fn, {})}
     for key, value in config.items():
-        if key not in defaults and key not in needed:
-            knows = ", ".join([*defaults, *needed]) or "none"
+        if key not in settings:
+            knows = ", ".join(settings) or "none"
             raise SettingError(f"{loss_fn} has no setting {key!r} in loss_fn_config; it has {knows}")
         if not isinstance(value, float | int) or value != value:
             raise SettingError(f"loss_fn_config[{key!r}] of {loss_fn} is {value!r}; expected a number")
-    for key in needed:
-        if key not in config:
+        settings[key] = float(value)
+    for key, value in settings.items():
+        if value is None:
             raise SettingError(f"{loss_fn} needs loss_fn_config[{key!r}] here: its default is not published")
-    return {**defaults, **{key: float(value) for key, value in config.items()}}
+    return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,9 @@ class TinkerLoss(Loss):
     def has_gradient(self, batch: Batch, at: Array) -> bool:
         """False where all advantages (or weights) are 0, as those of a group with equal rewards."""
         assert batch.targets is not None
-        counts = SCALED_BY.get(self.name)
-        return counts is None or bool(np.any(batch.targets.inputs[counts][at]))
+        # each token's loss, and so its gradient, is a multiple of this input; dro has a term beside it
+        scale = batch.targets.inputs["weights" if self.name == "cross_entropy" else "advantages"]
+        return self.name == "dro" or bool(np.any(scale[at]))
 
 
 def token_losses(
@@ -102,28 +102,22 @@ def token_losses(
     if loss_fn == "cross_entropy":
         return -inputs["weights"] * logprobs
     advantages, log_ratio = inputs["advantages"], logprobs - inputs["logprobs"]
-    match loss_fn:
-        case "importance_sampling":
-            return -log_ratio.exp() * advantages
-        case "ppo":
-            return _clipped(log_ratio.exp(), advantages, settings)
-        case "cispo":
-            return -log_ratio.exp().clamp(*(settings[key] for key in _CLIP)).detach() * logprobs * advantages
-        case "gspo":
-            assert row is not None
-            mask, rows = inputs["sequence_ratio_mask"] != 0, int(row.max()) + 1 if len(row) else 0
-            total = row_sum(log_ratio.detach() * mask, row, rows)
-            count = row_sum(mask.to(log_ratio.dtype), row, rows)
-            mean = (total / count.clamp(min=1.0))[row]  # [N] of each row's masked targets; 0 in a row without any
-            return _clipped((mean + logprobs - logprobs.detach()).exp(), advantages, settings)
-        case "dro":
-            return -(logprobs * advantages - 0.5 * settings["beta"] * log_ratio.square())
-    raise SettingError(f"loss_fn {loss_fn!r} is unknown")
-
-
-def _clipped(ratio: Tensor, advantages: Tensor, settings: Mapping[str, float]) -> Tensor:
-    low, high = (settings[key] for key in _CLIP)
-    return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    if loss_fn == "dro":
+        return -(logprobs * advantages - 0.5 * settings["beta"] * log_ratio.square())
+    if loss_fn == "gspo":
+        assert row is not None
+        mask, rows = inputs["sequence_ratio_mask"] != 0, int(row.max()) + 1 if len(row) else 0
+        total = row_sum(log_ratio.detach() * mask, row, rows)
+        count = row_sum(mask.to(log_ratio.dtype), row, rows)
+        mean = (total / count.clamp(min=1.0))[row]  # [N] of each row's masked targets; 0 in a row without any
+        log_ratio = mean + logprobs - logprobs.detach()
+    ratio = log_ratio.exp()
+    if loss_fn == "importance_sampling":
+        return -ratio * advantages
+    clipped = ratio.clamp(*(settings[key] for key in _CLIP))
+    if loss_fn == "cispo":
+        return -clipped.detach() * logprobs * advantages
+    return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
 # Not more on a large GPU, unlike a training that has it to itself: models and samplers share its memory.
@@ -280,16 +274,13 @@ class TrainingModel:
 def to_batch(data: Sequence[Datum], names: Sequence[str]) -> Batch:
     """The rows as the learner's batch: neighbours with a common beginning are a group, which computes it once."""
     targets = [datum.inputs["target_tokens"] for datum in data]
-    widths = [target.shape[1] if len(target.shape) == 2 else 1 for target in targets]
-    places = [target.places // width + 1 for target, width in zip(targets, widths, strict=True)]
+    places = [target.rows + 1 for target in targets]
     columns = {name: _flat([datum.inputs[name].values for datum in data], np.float32) for name in names}
     offsets = np.cumsum([0, *(len(target.values) for target in targets)])
     scored = Targets(_flat([target.values for target in targets], np.int64), _flat(places, np.int64), offsets, columns)
     rows = [datum.token_ids for datum in data]
-    families = list(_families(rows))
-    groups = np.repeat(np.arange(len(families)), [count for _, count in families])
-    shared = np.repeat(np.array([length for length, _ in families], int), [count for _, count in families])
-    return Batch.of_targets(rows, scored, groups, shared)
+    shared, counts = np.array(list(_families(rows))).T
+    return Batch.of_targets(rows, scored, np.repeat(np.arange(len(counts)), counts), np.repeat(shared, counts))
 
 
 def _flat(parts: Sequence[Array], kind: Any) -> Array:
@@ -298,25 +289,21 @@ def _flat(parts: Sequence[Array], kind: Any) -> Array:
 
 def _families(rows: Sequence[Array]) -> Iterator[tuple[int, int]]:
     """(prefix length, number of rows) for neighbouring rows that share a prefix; length 0 for a single row."""
-    family: list[Array] = []
-    shared = 0
+    first: Array = np.zeros(0, np.int32)
+    shared = count = 0
     for ids in rows:
-        common = 0
-        if family:
-            length = min(len(family[0]), len(ids))
-            differ = np.flatnonzero(family[0][:length] != ids[:length])
-            # each keeps a token of its own
-            common = min(int(differ[0]) if len(differ) else length, shared, len(ids) - 1)
-        costs = len(family) * (shared - common) if len(family) > 1 else 0  # tokens that were shared till now
-        if family and common >= max(WORTH_SHARING, costs):
-            family.append(ids)
-            shared = common
+        length = min(len(first), shared, len(ids) - 1)  # each keeps a token of its own
+        differ = np.flatnonzero(first[:length] != ids[:length])
+        common = int(differ[0]) if len(differ) else length
+        costs = count * (shared - common) if count > 1 else 0  # tokens that were shared till now
+        if common >= max(WORTH_SHARING, costs):
+            count, shared = count + 1, common
             continue
-        if family:
-            yield shared if len(family) > 1 else 0, len(family)
-        family, shared = [ids], len(ids) - 1
-    if family:
-        yield shared if len(family) > 1 else 0, len(family)
+        if count:
+            yield shared if count > 1 else 0, count
+        first, shared, count = ids, len(ids) - 1, 1
+    if count:
+        yield shared if count > 1 else 0, count
 
 
 def _by_row(values: Array, rows: Sequence[Datum]) -> list[Array]:
