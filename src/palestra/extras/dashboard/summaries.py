@@ -69,14 +69,12 @@ def summary(entry: CatalogRun) -> dict[str, Any]:
 def actions(entry: CatalogRun) -> list[str]:
     run, folder = entry.run, entry.folder
     has_checkpoint = folder.last_checkpoint() is not None
-    has_weights = folder.model.is_dir() or has_checkpoint
     possible = {
         "stop": entry.listed and run.state in ("pending", "starting", "running"),
         "resume": entry.listed
         and (run.state in ("stopped", "completed") or (run.state == "failed" and has_checkpoint)),
         "delete": entry.listed and not run.is_active,
-        "export": has_weights,
-        "chat": has_weights,
+        "export": folder.model.is_dir() or has_checkpoint,
         "rescore": folder.rollouts_file.is_file(),
     }
     return [name for name, holds in possible.items() if holds]
