@@ -15,7 +15,7 @@ from palestra.cli import main
 from palestra.extras.agent_tools.launcher import FormLauncher
 from palestra.extras.agent_tools.locks import Site
 from palestra.extras.agent_tools.mcp_server import http_app
-from palestra.extras.agent_tools.tools import Clients, RlTools
+from palestra.extras.agent_tools.session import Clients, RlTools
 from palestra.extras.dashboard.app import STATIC
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.manager import RunManager

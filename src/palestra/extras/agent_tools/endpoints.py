@@ -133,15 +133,13 @@ class Usage:
             usage = dict(json.loads(reply)["usage"])
         except (ValueError, KeyError, TypeError):
             usage = {}
-        prompt, completion = (
-            value if type(value := usage.get(name)) is int and value > 0 else 0
-            for name in ("prompt_tokens", "completion_tokens")
-        )
+        cost = usage.get("cost")
         with self._lock:
             self.requests += 1
-            self.prompt_tokens += prompt
-            self.completion_tokens += completion
-            if isinstance(cost := usage.get("cost"), int | float) and not isinstance(cost, bool):
+            for name in ("prompt_tokens", "completion_tokens"):
+                if type(count := usage.get(name)) is int and count > 0:
+                    setattr(self, name, getattr(self, name) + count)
+            if isinstance(cost, int | float) and not isinstance(cost, bool):
                 self.cost_usd = (self.cost_usd or 0.0) + cost
 
 
@@ -149,30 +147,28 @@ def _error(message: str) -> bytes:
     return json.dumps({"error": {"message": message}}).encode()
 
 
-class Relay:
+class Relay(ThreadingHTTPServer):
     """A server on a loopback port for the models at endpoints, at /0/v1, /1/v1, … with a token of its own."""
 
+    daemon_threads = True
+
     def __init__(self, models: Sequence[Candidate], timeout_s: float, max_completions: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.usage = [Usage() for _ in models]
-        self._models = models
         self.token = secrets.token_urlsafe(24)
-        self._timeout_s, self._max_completions = timeout_s, max_completions
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        self._server.daemon_threads = True
-        self._server.relay = self  # type: ignore[attr-defined]
+        self._models, self._timeout_s, self._max_completions = models, timeout_s, max_completions
 
     def url(self, index: int) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}/{index}/v1"
+        return f"http://127.0.0.1:{self.server_address[1]}/{index}/v1"
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Relay]:
-        thread = threading.Thread(target=self._server.serve_forever, name="palestra-relay", daemon=True)
-        thread.start()
+        threading.Thread(target=self.serve_forever, name="palestra-relay", daemon=True).start()
         try:
             yield self
         finally:
-            self._server.shutdown()
-            self._server.server_close()
+            self.shutdown()
+            self.server_close()
 
     def ask(self, index: int, body: bytes) -> tuple[int, bytes]:
         """Forward a request, which may only ask for the tested model, and count its usage."""
@@ -206,7 +202,7 @@ class Relay:
 
 class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        relay = cast(Relay, self.server.relay)  # type: ignore[attr-defined]
+        relay = cast(Relay, self.server)
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         length = self.headers.get("Content-Length", "")
         index = self.path.removesuffix("/v1/chat/completions").removeprefix("/")

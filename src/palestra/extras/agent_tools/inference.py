@@ -93,8 +93,7 @@ class InferenceTest:
     def _test(self, index: int, model: Candidate, relay: Relay, folder: Path, note: Note) -> dict[str, Any]:
         began, usage = time.perf_counter(), relay.usage[index]
         name = "".join(c if c.isalnum() or c in "-_." else "-" for c in model.label)[:80]
-        output, log_file = (folder / f"{index}-{name}.{suffix}" for suffix in ("jsonl", "log"))
-        settings = folder / f"{index}-{name}.settings.json"
+        output, log_file, settings = (folder / f"{index}-{name}.{kind}" for kind in ("jsonl", "log", "settings.json"))
         try:
             write_json(settings, self._settings(model, relay.url(index)))
             state, error = self._run_process(

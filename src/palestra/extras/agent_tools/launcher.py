@@ -17,13 +17,12 @@ from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import NotFoundError, PalestraError, SettingError, UnsupportedError, UserCodeError
 from palestra.core.files import read_regular, slug
 from palestra.envs.discover import MAX_BYTES, DiscoveredEnv, discover
-from palestra.extras.agent_tools import views
 from palestra.extras.agent_tools.answers import Refusal, to_json
-from palestra.extras.agent_tools.config_fields import EnvDescription
+from palestra.extras.agent_tools.config_fields import TRACKING_NAME, ConfigField, EnvDescription, Progress, describe
 from palestra.extras.agent_tools.endpoints import choose_models
 from palestra.extras.agent_tools.inference import InferenceTest
 from palestra.extras.agent_tools.locks import Site, load_site
-from palestra.extras.agent_tools.pending_run import TRACKING_NAME, ConfigField, PendingRunConfig, Progress, describe
+from palestra.extras.agent_tools.pending_run import PendingRunConfig
 from palestra.runs.manager import Run, RunManager, RunRequest
 from palestra.servers.body import SubjectBody, TestBody
 
@@ -86,7 +85,7 @@ class FormLauncher:
         fields = [_field(f, draft) for f in draft.open_fields() if f.name != TRACKING_NAME]
         locked = [
             {"name": row["name"], "value": row["locked_value"], "description": row["description"]}
-            for row in views.config(draft)["locked_fields"]
+            for row in draft.locked_rows()
         ]
         return dict(to_json({"subject": draft.env.name, "fields": fields, "locked": locked}))
 

@@ -32,7 +32,8 @@ from palestra.core.errors import NotFoundError, PalestraError, StateError, did_y
 from palestra.core.files import last_lines, parse_row
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
-from palestra.extras.agent_tools.tools import MAX_SESSIONS, TOOLS, Clients, Effect, RlTools, call_in_thread
+from palestra.extras.agent_tools.session import MAX_SESSIONS, Clients, RlTools, call_in_thread
+from palestra.extras.agent_tools.tools import EFFECTS, TOOLS, Effect
 from palestra.servers.body import MIB, read_body
 from palestra.servers.web import Guard, refusal, refuse, while_connected
 
@@ -85,7 +86,9 @@ class Handlers:
 
     async def list_tools(self, ctx: Context, params: Any) -> types.ListToolsResult:
         described = [
-            types.Tool(name=t.name, description=t.description, input_schema=t.parameters, annotations=_HINTS[t.effect])
+            types.Tool(
+                name=t.name, description=t.description, input_schema=t.parameters, annotations=_HINTS[EFFECTS[t.fn]]
+            )
             for t in TOOLS.values()
         ]
         return types.ListToolsResult(tools=described)
