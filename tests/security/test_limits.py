@@ -162,10 +162,10 @@ def test_sessions_over_mcp_are_bounded(tmp_path, monkeypatch):
 @pytest.fixture
 def relay(monkeypatch):
     """A relay to a model that needs no network; `posted` has what would have been sent."""
-    relay = Relay([Candidate("m", "m", "http://127.0.0.1:9/v1")], 5.0, max_completions=4)
+    relay = Relay(Candidate("m", "m", "http://127.0.0.1:9/v1"), 5.0, max_completions=4)
     posted: list[dict] = []
 
-    def post(model, request):
+    def post(request):
         posted.append(request)
         return 200, b'{"usage": {"completion_tokens": 1}}'
 
@@ -176,7 +176,7 @@ def relay(monkeypatch):
 
 def ask(relay: Relay, body: object, token: str | None = None) -> int:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    url = f"{relay.url(0)}/chat/completions"
+    url = f"{relay.url}/chat/completions"
     return Request(url, data, token=relay.token if token is None else token).send().status
 
 

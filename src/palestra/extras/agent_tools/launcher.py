@@ -17,7 +17,7 @@ from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import NotFoundError, PalestraError, SettingError, UnsupportedError, UserCodeError
 from palestra.core.files import read_regular, slug
 from palestra.envs.discover import MAX_BYTES, DiscoveredEnv, discover
-from palestra.extras.agent_tools.answers import Refusal, to_json
+from palestra.extras.agent_tools.answers import Refusal
 from palestra.extras.agent_tools.config_fields import TRACKING_NAME, ConfigField, EnvDescription, Progress, describe
 from palestra.extras.agent_tools.endpoints import choose_models
 from palestra.extras.agent_tools.inference import InferenceTest
@@ -87,7 +87,7 @@ class FormLauncher:
             {"name": row["name"], "value": row["locked_value"], "description": row["description"]}
             for row in draft.locked_rows()
         ]
-        return dict(to_json({"subject": draft.env.name, "fields": fields, "locked": locked}))
+        return {"subject": draft.env.name, "fields": fields, "locked": locked}
 
     def check(self, body: SubjectBody) -> dict[str, str]:
         draft, errors = self._draft(body), {}
@@ -120,8 +120,7 @@ class FormLauncher:
         chosen = choose_models(body.models, self._site, str(draft.value("model.name")))
         with self._testing:
             home = self._manager.home
-            test = InferenceTest(draft, body.num_steps, body.group_size, home, progress, cancelled)
-            return dict(to_json(test.run(chosen)))
+            return InferenceTest(draft, body.num_steps, body.group_size, home, progress, cancelled).run(chosen)
 
     def _edited(self, body: SubjectBody) -> PendingRunConfig:
         draft = self._draft(body)

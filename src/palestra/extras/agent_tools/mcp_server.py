@@ -33,7 +33,7 @@ from palestra.core.files import last_lines, parse_row
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
 from palestra.extras.agent_tools.session import MAX_SESSIONS, Clients, RlTools, call_in_thread
-from palestra.extras.agent_tools.tools import EFFECTS, TOOLS, Effect
+from palestra.extras.agent_tools.tools import EFFECTS, TOOLS
 from palestra.servers.body import MIB, read_body
 from palestra.servers.web import Guard, refusal, refuse, while_connected
 
@@ -55,17 +55,14 @@ _ON_STDIO = "stdio"  # one process, one client
 _SESSION_IDLE_S = 24 * 3600.0  # who looks at a training every few hours keeps what was selected
 _LISTED_RUNS = 25
 _END_S = 2.0  # that work in progress gets to end after Ctrl-C
-_HINTS: dict[Effect, types.ToolAnnotations] = {
-    "reads": types.ToolAnnotations(read_only_hint=True, open_world_hint=False),
-    "edits": types.ToolAnnotations(
-        read_only_hint=False, destructive_hint=False, idempotent_hint=True, open_world_hint=False
-    ),
-    "starts": types.ToolAnnotations(
-        read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=True
-    ),
-    "stops": types.ToolAnnotations(
-        read_only_hint=False, destructive_hint=True, idempotent_hint=True, open_world_hint=False
-    ),
+_HINTS = {
+    effect: types.ToolAnnotations(
+        read_only_hint=effect == "reads",
+        destructive_hint=None if effect == "reads" else effect == "stops",
+        idempotent_hint=None if effect == "reads" else effect != "starts",
+        open_world_hint=effect == "starts",
+    )
+    for effect in EFFECTS.values()
 }
 _INSTRUCTIONS = (
     "Train language models by reinforcement learning. rl_list_environments, rl_select_environment, rl_edit_config, "

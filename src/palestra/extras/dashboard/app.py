@@ -23,7 +23,7 @@ from palestra.extras.dashboard.action_routes import ActionRoutes, Jobs, Launcher
 from palestra.extras.dashboard.answers import answer
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.extras.dashboard.rollout_index import UnknownRollout
-from palestra.extras.dashboard.rollout_routes import RolloutRoutes
+from palestra.extras.dashboard.rollout_routes import rollout_routes
 from palestra.extras.dashboard.run_routes import RunRoutes
 from palestra.runs.index import UnknownRun
 from palestra.servers.web import error_body, refusal
@@ -138,7 +138,7 @@ def dashboard_app(
             Route("/", page, methods=["GET"]),
             Route("/api/status", status, methods=["GET"]),
             *RunRoutes(catalog).routes(),
-            *RolloutRoutes(catalog).routes(),
+            *rollout_routes(catalog),
             *changing,
             *jobs.routes(),
             Mount("/static", StaticFiles(directory=STATIC)),

@@ -8,6 +8,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -20,7 +21,7 @@ from palestra.extras.dashboard import evaluations, transcripts
 from palestra.extras.dashboard.answers import answer, whole
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.extras.dashboard.cheating import ids_of_shape, reward_hacking
-from palestra.extras.dashboard.export_page import MAX_GROUPS, group_page, rollout_page, run_page
+from palestra.extras.dashboard.export_page import MAX_GROUPS, page_of_run, record_page
 from palestra.extras.dashboard.rollout_index import RolloutIndex
 from palestra.extras.dashboard.rollout_row import search_text, shown, snippet
 from palestra.extras.dashboard.transcripts import require_id
@@ -198,45 +199,41 @@ _MAX_TEXT = 1_000_000
 Read = Callable[[RolloutIndex, Request], "dict[str, Any] | Response"]
 
 
-class RolloutRoutes:
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._indexing: set[str] = set()
-        self._lock = threading.Lock()
+def rollout_routes(catalog: Catalog) -> list[Route]:
+    """The routes of `_READS`. Each answer says which share of the run's files is indexed."""
+    indexing: set[str] = set()  # by threads
+    lock = threading.Lock()
 
-    def routes(self) -> list[Route]:
-        return [
-            Route(f"/api/runs/{{run}}{path}", self._handler(read), methods=["GET"]) for path, read in _READS.items()
-        ]
-
-    def _handler(self, read: Read) -> Callable[[Request], Response]:
-        def handle(request: Request) -> Response:
-            index, share = self._index(request)
-            result = read(index, request)
-            return result if isinstance(result, Response) else answer({**result, "indexed": share})
-
-        return handle
-
-    def _index(self, request: Request) -> tuple[RolloutIndex, float]:
-        """The run's index, and the share of its files that is in it. The first look at a large run does not wait."""
-        index = RolloutIndex(self._catalog.get(request.path_params["run"]).folder)
+    def bring_up_to_date(index: RolloutIndex) -> float:
+        """The first look at a large run does not wait: a thread continues."""
         key = str(index.folder.path)
 
         def index_rest() -> None:
             try:
                 index.update()
             finally:
-                with self._lock:
-                    self._indexing.discard(key)
+                with lock:
+                    indexing.discard(key)
 
-        with self._lock:
-            busy = key in self._indexing
+        with lock:
+            busy = key in indexing
         share = index.update(within_s=0.0 if busy else _WITHIN_S)
         if share < 1.0 and not busy:
-            with self._lock:
-                self._indexing.add(key)
+            with lock:
+                indexing.add(key)
             threading.Thread(target=index_rest, name="palestra-index", daemon=True).start()
-        return index, share
+        return share
+
+    def route(path: str, read: Read) -> Route:
+        def handle(request: Request) -> Response:
+            index = RolloutIndex(catalog.get(request.path_params["run"]).folder)
+            share = bring_up_to_date(index)
+            result = read(index, request)
+            return result if isinstance(result, Response) else answer({**result, "indexed": share})
+
+        return Route(f"/api/runs/{{run}}{path}", handle, methods=["GET"])
+
+    return [route(path, read) for path, read in _READS.items()]
 
 
 def _rollouts(index: RolloutIndex, request: Request) -> dict[str, Any]:
@@ -262,17 +259,14 @@ def _problems(index: RolloutIndex, request: Request) -> dict[str, Any]:
     return evaluations.problems(index, sort, whole(request, "limit", _PAGE, _MAX_PAGE) or _PAGE, start)
 
 
-def _export(index: RolloutIndex, request: Request) -> Response:
-    """A rollout or a group, by the path, as a file."""
-    is_group, name = request.url.path.split("/")[-3] == "groups", index.folder.path.name
-    read, page = (transcripts.group, group_page) if is_group else (transcripts.rollout, rollout_page)
+def _export(kind: str, read: Callable[..., Any], index: RolloutIndex, request: Request) -> Response:
     record = read(index, _id(request), max_chars=None)
-    return _attachment(page(name, record), f"{'group' if is_group else 'rollout'}-{record['id']}.html")
+    return _attachment(record_page(kind, index.folder.path.name, record), f"{kind}-{record['id']}.html")
 
 
 def _export_run(index: RolloutIndex, request: Request) -> Response:
     groups = whole(request, "groups", MAX_GROUPS, _MAX_PAGE)
-    return _attachment(run_page(index, groups), f"{index.folder.path.name}.html")
+    return _attachment(page_of_run(index.folder, groups), f"{index.folder.path.name}.html")
 
 
 def _id(request: Request) -> int:
@@ -294,9 +288,9 @@ _READS: dict[str, Read] = {
     "/rollouts/{id}": lambda index, request: transcripts.rollout(index, _id(request)),
     "/rollouts/{id}/messages/{message}": _message,
     "/rollouts/{id}/tokens": _tokens,
-    "/rollouts/{id}/export.html": _export,
+    "/rollouts/{id}/export.html": partial(_export, "rollout", transcripts.rollout),
     "/groups/{id}": lambda index, request: transcripts.group(index, _id(request)),
-    "/groups/{id}/export.html": _export,
+    "/groups/{id}/export.html": partial(_export, "group", transcripts.group),
     "/export.html": _export_run,
     "/problems": _problems,
     "/problem": lambda index, request: evaluations.problem(

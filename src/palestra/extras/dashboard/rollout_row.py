@@ -10,11 +10,6 @@ from typing import Any
 
 from palestra.core.text import as_text
 
-COLUMNS = (
-    "id", "kind", "step", "group_id", "problem_id", "start", "length", "checksum", "token_start", "tokens",
-    "sampled_tokens", "turns", "tool_calls", "tools", "reward", "advantage", "passed", "stop", "error", "seconds",
-    "scores", "question", "answer", "sibling",
-)  # fmt: skip
 _SHOWN = ("id", "kind", "step", "problem_id", "reward", "advantage", "stop", "error", "tokens", "sampled_tokens",
           "turns", "tool_calls", "seconds", "question", "answer")  # fmt: skip
 _TEASER = 200  # characters of a question

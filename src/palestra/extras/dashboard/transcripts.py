@@ -28,14 +28,11 @@ def rollout(index: RolloutIndex, rollout_id: int, max_chars: int | None = MAX_CH
     """A rollout with its messages, verdicts and neighbours."""
     row = index.row(rollout_id)
     record = index.record(row)
-    with index.open() as db:
-        previous, following = (
-            db.execute(
-                f"SELECT {end}(id) FROM rollouts WHERE +kind = ? AND id {sign} ?", (row["kind"], rollout_id)
-            ).fetchone()[0]
-            for end, sign in (("max", "<"), ("min", ">"))
-        )
-        siblings = db.execute("SELECT id FROM rollouts WHERE group_id = ? ORDER BY id", (row["group_id"],)).fetchall()
+    previous, following = (
+        index.query(f"SELECT {end}(id) FROM rollouts WHERE +kind = ? AND id {sign} ?", row["kind"], rollout_id)[0][0]
+        for end, sign in (("max", "<"), ("min", ">"))
+    )
+    siblings = index.query("SELECT id FROM rollouts WHERE group_id = ? ORDER BY id", row["group_id"])
     more = {"previous": previous, "next_id": following, "siblings": [sibling[0] for sibling in siblings]}
     return _full_record(row, record, max_chars) | more
 
@@ -50,8 +47,7 @@ def message_text(index: RolloutIndex, rollout_id: int, message: int, start: int,
 
 def group(index: RolloutIndex, group_id: int, max_chars: int | None = MAX_CHARS) -> dict[str, Any]:
     """The siblings of one problem, the best first, and where they part."""
-    with index.open() as db:
-        rows = db.execute("SELECT * FROM rollouts WHERE group_id = ? ORDER BY id", (group_id,)).fetchall()
+    rows = index.query("SELECT * FROM rollouts WHERE group_id = ? ORDER BY id", group_id)
     if not rows:
         raise UnknownRollout(f"there is no group {group_id} in this run")
     rows.sort(key=lambda row: (row["advantage"] or 0.0, row["reward"]), reverse=True)
