@@ -17,7 +17,7 @@ from palestra.core.files import new_folder, open_private, read_jsonl, write_json
 from palestra.core.group_codec import NOT_TRAINED
 from palestra.core.secrets import clean_environment
 from palestra.extras.agent_tools.answers import short
-from palestra.extras.agent_tools.endpoints import Candidate, Relay
+from palestra.extras.agent_tools.endpoints import Candidate, Relay, choose_models
 from palestra.extras.agent_tools.pending_run import PendingRunConfig
 
 _TOKEN_VARIABLE = "PALESTRA_RELAY_TOKEN"
@@ -36,9 +36,10 @@ class InferenceTest:
     progress: Callable[[float, float, str], None]
     cancelled: threading.Event
 
-    def run(self, models: Sequence[Candidate]) -> Mapping[str, Any]:
-        """Test all models; one that fails or times out does not affect the others' results."""
+    def run(self, names: Sequence[str] | None) -> Mapping[str, Any]:
+        """Test models by their names; one that fails or times out does not affect the others' results."""
         limits, env = self.draft.site.limits, self.draft.env
+        models = choose_models(names, self.draft.site, str(self.draft.value("model.name")))
         if self.num_steps < 1 or self.group_size < 2:
             raise SettingError(
                 f"num_steps={self.num_steps}, group_size={self.group_size}; "

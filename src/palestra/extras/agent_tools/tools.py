@@ -19,7 +19,6 @@ from palestra.envs.discover import discover
 from palestra.evals.findings import recorded_findings
 from palestra.extras.agent_tools.answers import Refusal, page, require_page, short
 from palestra.extras.agent_tools.config_fields import TRACKING_NAME, Progress, describe
-from palestra.extras.agent_tools.endpoints import choose_models
 from palestra.extras.agent_tools.inference import InferenceTest
 from palestra.runs.index import PARTS
 from palestra.runs.manager import Run
@@ -252,13 +251,12 @@ def rl_test_inference(call: Call, num_steps: int = 3, group_size: int = 16, mode
         models: Names at the endpoint, local ones (palestra/tiny, a folder, local:HUB_ID), or NAME@URL for a server
             on this machine. Default: a few small models where OPENROUTER_API_KEY is set, else the model to train.
     """
-    tools, pending = call.tools, call.tools.pending
-    chosen = choose_models(models, tools.site, str(pending.value("model.name")))
-    test = InferenceTest(pending, num_steps, group_size, tools.manager.home, call.progress, call.cancelled)
+    tools = call.tools
+    test = InferenceTest(tools.pending, num_steps, group_size, tools.manager.home, call.progress, call.cancelled)
     if not tools.testing.acquire(blocking=False):
         raise Refusal("a test is running already; wait for its answer, then ask for another")
     try:
-        return test.run(chosen)
+        return test.run(models)
     finally:
         tools.testing.release()
 

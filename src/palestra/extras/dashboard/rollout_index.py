@@ -24,7 +24,11 @@ from palestra.extras.dashboard.rollout_row import columns_of, parse, search_text
 _VERSION = 1
 _BATCH = 200  # lines of one transaction
 _BUSY_S = 30.0
-_SCHEMA = """
+_SCHEMA = f"""
+DROP TABLE IF EXISTS sources;
+DROP TABLE IF EXISTS counter;
+DROP TABLE IF EXISTS rollouts;
+DROP TABLE IF EXISTS texts;
 CREATE TABLE sources (kind TEXT PRIMARY KEY, inode INTEGER NOT NULL, position INTEGER NOT NULL);
 CREATE TABLE counter (next_id INTEGER NOT NULL);
 INSERT INTO counter VALUES (1);
@@ -43,6 +47,7 @@ CREATE INDEX by_tokens ON rollouts (kind, sampled_tokens, id);
 CREATE INDEX by_problem ON rollouts (problem_id, id);
 CREATE INDEX by_group ON rollouts (group_id);
 CREATE VIRTUAL TABLE texts USING fts5 (text, content='', tokenize="unicode61 tokenchars '_'");
+PRAGMA user_version = {_VERSION};
 """
 
 
@@ -127,18 +132,13 @@ class RolloutIndex:
 
     def _batch(self, db: sqlite3.Connection, kind: str, path: Path) -> tuple[int, bool]:
         """Index some lines; gives the position after them, and whether these were the last."""
-        db.execute("BEGIN IMMEDIATE")
-        try:
-            with path.open("rb") as file:
-                position = _checked_position(db, kind, file)
-                file.seek(position)
-                position, ended = self._add_lines(db, kind, file, position)
+        with db, path.open("rb") as file:  # one transaction
+            db.execute("BEGIN IMMEDIATE")
+            position = _checked_position(db, kind, file)
+            file.seek(position)
+            position, ended = self._add_lines(db, kind, file, position)
             inode = path.stat().st_ino
             db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?)", (kind, inode, position))
-            db.execute("COMMIT")
-        except BaseException:
-            db.execute("ROLLBACK")
-            raise
         return position, ended
 
     def _add_lines(self, db: sqlite3.Connection, kind: str, file: IO[bytes], position: int) -> tuple[int, bool]:
@@ -202,15 +202,11 @@ def _connect(path: Path) -> sqlite3.Connection:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version != _VERSION:
             db.execute("PRAGMA journal_mode = WAL")
-            db.execute("BEGIN IMMEDIATE")
-            (version,) = db.execute("PRAGMA user_version").fetchone()  # another process may have been faster
-            if version != _VERSION:
-                for name in ("sources", "counter", "rollouts", "texts"):
-                    db.execute(f"DROP TABLE IF EXISTS {name}")
-                for statement in filter(str.strip, _SCHEMA.split(";")):
+            with db:
+                db.execute("BEGIN IMMEDIATE")
+                (version,) = db.execute("PRAGMA user_version").fetchone()  # another process may have been faster
+                for statement in _SCHEMA.split(";\n") if version != _VERSION else ():
                     db.execute(statement)
-                db.execute(f"PRAGMA user_version = {_VERSION}")
-            db.execute("COMMIT")
         db.execute("PRAGMA synchronous = NORMAL")
     except BaseException:
         db.close()
