@@ -79,7 +79,7 @@ def attempts_of(rows: Sequence[Any], rewarded: Mapping[str, bool]) -> Iterator[A
     highest = max((row["reward"] for row in rows), default=0.0)
     for row in rows:
         scores = json.loads(row["scores"])
-        verdicts = {name: bool(ok) for name, (_, ok, error) in scores.items() if ok is not None and not error}
+        verdicts = {n: s["passed"] for n, s in scores.items() if s["passed"] is not None and not s["error"]}
         counted = [passed for name, passed in verdicts.items() if rewarded.get(name, True)]
         success = all(counted) if counted else row["reward"] > highest / 2
         yield AttemptSummary(

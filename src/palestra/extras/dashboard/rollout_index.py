@@ -21,9 +21,10 @@ from palestra.core.files import cache_folder
 from palestra.core.run_folder import RunFolder
 from palestra.extras.dashboard.rollout_row import columns_of, parse, search_text, shown
 
-_VERSION = 1
+_VERSION = 2
 _BATCH = 200  # lines of one transaction
 _BUSY_S = 30.0
+ADVANTAGE = "coalesce(advantage, -1e18)"  # to sort by: those that are not known are the lowest
 _SCHEMA = f"""
 DROP TABLE IF EXISTS sources;
 DROP TABLE IF EXISTS counter;
@@ -42,7 +43,7 @@ CREATE TABLE rollouts (
 );
 CREATE INDEX by_step ON rollouts (kind, step, id);
 CREATE INDEX by_reward ON rollouts (kind, reward, id);
-CREATE INDEX by_advantage ON rollouts (kind, advantage, id);
+CREATE INDEX by_advantage ON rollouts (kind, {ADVANTAGE}, id);
 CREATE INDEX by_tokens ON rollouts (kind, sampled_tokens, id);
 CREATE INDEX by_problem ON rollouts (problem_id, id);
 CREATE INDEX by_group ON rollouts (group_id);

@@ -22,7 +22,7 @@ from palestra.extras.dashboard.answers import answer, whole
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.extras.dashboard.cheating import ids_of_shape, reward_hacking
 from palestra.extras.dashboard.export_page import MAX_GROUPS, page_of_run, record_page
-from palestra.extras.dashboard.rollout_index import RolloutIndex
+from palestra.extras.dashboard.rollout_index import ADVANTAGE, RolloutIndex
 from palestra.extras.dashboard.rollout_row import search_text, shown, snippet
 from palestra.extras.dashboard.transcripts import require_id
 from palestra.servers.body import parse
@@ -33,8 +33,8 @@ _SORTS = {
     "oldest": ("id", "ASC"),
     "reward": ("reward", "ASC"),
     "-reward": ("reward", "DESC"),
-    "advantage": ("advantage", "ASC"),
-    "-advantage": ("advantage", "DESC"),
+    "advantage": (ADVANTAGE, "ASC"),
+    "-advantage": (ADVANTAGE, "DESC"),
     "tokens": ("sampled_tokens", "ASC"),
     "-tokens": ("sampled_tokens", "DESC"),
 }
@@ -87,7 +87,7 @@ class RolloutQuery(BaseModel):
             ("id IN (SELECT rowid FROM texts WHERE texts MATCH ?)", match(self.q)),
         ]
         if self.measure is not None and self.measure_passed is not None:
-            place = '$."' + self.measure.replace('"', "") + '"[1]'
+            place = '$."' + self.measure.replace('"', "") + '".passed'
             asked += [(f"json_extract(scores, ?) = {int(self.measure_passed)}", place)]
         used = [(condition, value) for condition, value in asked if value is not None]
         return [condition for condition, _ in used], [value for _, value in used]
@@ -115,18 +115,20 @@ def find(index: RolloutIndex, query: RolloutQuery) -> dict[str, Any]:
     with index.open() as db:
         try:
             count = db.execute(f"SELECT count(*) FROM rollouts WHERE {' AND '.join(conditions)}", values).fetchone()[0]
-            after, further = _after(query.cursor, column, direction)
+            if query.cursor:
+                conditions.append(f"({column}, id) {'<' if direction == 'DESC' else '>'} (?, ?)")
+                values += _last_place(query.cursor)
             if column == "id":  # by the id, and not by an index of the kind, all of which would have to be sorted
                 conditions = [condition.replace("kind =", "+kind =") for condition in conditions]
             rows = db.execute(
-                f"SELECT * FROM rollouts WHERE {' AND '.join([*conditions, *after])} "
+                f"SELECT *, {column} AS place FROM rollouts WHERE {' AND '.join(conditions)} "
                 f"ORDER BY {column} {direction}, id {direction} LIMIT ?",
-                [*values, *further, query.limit + 1],
+                [*values, query.limit + 1],
             ).fetchall()
         except sqlite3.OperationalError as error:
             raise InputError(f"the search {query.q[:80]!r} cannot be understood ({error}); use plain words") from None
     page = rows[: query.limit]
-    following = json.dumps([page[-1][column], page[-1]["id"]]) if len(rows) > len(page) and page else None
+    following = json.dumps([page[-1]["place"], page[-1]["id"]]) if len(rows) > len(page) and page else None
     rollouts = [shown(row) for row in page]
     if words := [phrase or word.rstrip("*") for phrase, word in _WORD.findall(query.q)]:
         for row, rollout in zip(page, rollouts, strict=True):
@@ -137,22 +139,15 @@ def find(index: RolloutIndex, query: RolloutQuery) -> dict[str, Any]:
     return {"rollouts": rollouts, "next": following, "count": count}
 
 
-def _after(cursor: str | None, column: str, direction: str) -> tuple[list[str], list[Any]]:
-    if not cursor:
-        return [], []
+def _last_place(cursor: str) -> tuple[float, int]:
+    """The sorted column and the id of the last row of the page before."""
     try:
         value, last_id = json.loads(cursor)
-        is_known = type(last_id) is int and (value is None or type(value) in (int, float))
-        if not is_known or any(abs(part) >= 2**63 for part in (value or 0, last_id)):
+        if type(last_id) is not int or type(value) not in (int, float) or max(abs(value), abs(last_id)) >= 2**63:
             raise ValueError
     except (ValueError, TypeError, RecursionError):
         raise SettingError(f"cursor={cursor[:40]!r} is not one that an answer gave as `next`") from None
-    sign = "<" if direction == "DESC" else ">"
-    if value is None:  # advantages that are not known come first, or last, all together
-        unknown = f"({column} IS NULL AND id {sign} ?)"
-        return [unknown if direction == "DESC" else f"({unknown} OR {column} IS NOT NULL)"], [last_id]
-    later = f"({column}, id) {sign} (?, ?)"
-    return [later if direction == "ASC" else f"({later} OR {column} IS NULL)"], [value, last_id]
+    return value, last_id
 
 
 def facets(index: RolloutIndex) -> dict[str, Any]:
