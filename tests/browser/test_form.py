@@ -104,7 +104,7 @@ def test_an_environment_is_tested_with_one_click(page, visit, url) -> None:
     page.wait_for("table", "2 of 4")
 
 
-PLACES = ("#/start?environment=calculator", "#/environments", "#/environments/calculator", "#/chat")
+PLACES = ("#/start?environment=calculator", "#/environments", "#/environments/calculator")
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -15,7 +15,7 @@ from palestra import agent_tools as rl_tools
 from palestra.core.errors import SettingError
 from palestra.core.files import write_json, write_text
 from palestra.envs.discover import in_file
-from palestra.extras.agent_tools import RlTools, coroutines, get_missing_keys, views
+from palestra.extras.agent_tools import RlTools, coroutines, get_missing_keys
 from palestra.extras.agent_tools.answers import Refusal
 from palestra.extras.agent_tools.config_fields import EnvDescription
 from palestra.extras.agent_tools.endpoints import OPENROUTER_MODELS, Candidate
@@ -203,16 +203,17 @@ def test_status_and_results_say_why_nothing_is_learned(folder):
     run.folder.mkdir()
     row = {"rollouts": 8, "rollout_failures": 0, "equal_reward_groups": 1.0, "reward_min": 0.0, "reward_max": 0.0}
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row | {"step": i}) + "\n" for i in range(4)))
-    (sentence,) = RlTools(manager, Site()).rl_check_status(run.run_id)["findings"]
+    tools = RlTools(manager, Site())
+    (sentence,) = tools.rl_check_status(run.run_id)["findings"]
     assert "last 4 steps" in sentence
     manager.run = replace(run, state="completed")
-    (sentence,) = views.results(manager.run, {})["findings"]
+    (sentence,) = tools.rl_get_results(run.run_id)["findings"]
     assert "4 of 4 steps" in sentence
-    assert views.results(manager.run, {})["capability"] is None
+    assert tools.rl_get_results(run.run_id)["capability"] is None
     (run.folder / "run.json").write_text(json.dumps({"capability": {"text": "2 calls per attempt"}}))
-    assert views.results(manager.run, {})["capability"] == "2 calls per attempt"
+    assert tools.rl_get_results(run.run_id)["capability"] == "2 calls per attempt"
     (run.folder / "report.json").write_text(json.dumps({"findings": [{"kind": "x", "sentence": "It loops."}]}))
-    assert views.results(manager.run, {})["findings"] == ["It loops."]
+    assert tools.rl_get_results(run.run_id)["findings"] == ["It loops."]
 
 
 def test_a_started_run_has_the_same_names_in_every_answer(started):

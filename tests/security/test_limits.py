@@ -20,11 +20,11 @@ from palestra.envs.discover import LIBRARY, in_file
 from palestra.envs.env import EnvConfig
 from palestra.envs.load import env_class
 from palestra.extras.adapters.by_name import BY_NAME
-from palestra.extras.agent_tools import RlTools, mcp_server, pending_run
+from palestra.extras.agent_tools import RlTools, config_fields, mcp_server
 from palestra.extras.agent_tools.config_fields import EnvDescription
 from palestra.extras.agent_tools.endpoints import Candidate, Relay
 from palestra.extras.agent_tools.locks import RequestLimits, Site, locked_settings
-from palestra.extras.agent_tools.tools import Clients
+from palestra.extras.agent_tools.session import Clients
 from palestra.runs.index import TooManyRuns
 from palestra.runs.manager import RunManager, RunRequest
 
@@ -120,7 +120,7 @@ def test_only_a_few_environments_are_read_at_once_and_one_that_waits_too_long_is
     reading, most = 0, 0
     lock = threading.Lock()
 
-    def slow(found, settings=None, *, timeout_s, python=None):
+    def slow(*_):
         nonlocal reading, most
         with lock:
             reading += 1
@@ -130,16 +130,16 @@ def test_only_a_few_environments_are_read_at_once_and_one_that_waits_too_long_is
             reading -= 1
         return EnvDescription([], {})
 
-    monkeypatch.setattr(pending_run, "describe_env", slow)
+    monkeypatch.setattr(config_fields, "_ask_env", slow)
     found = in_file(LIBRARY / "calculator.py")[0]
     with ThreadPoolExecutor(30) as pool:
-        list(pool.map(lambda _: pending_run.describe(found), range(30)))
+        list(pool.map(lambda _: config_fields.describe(found), range(30)))
     assert most == 4
-    monkeypatch.setattr(pending_run, "_DESCRIBED_AT_ONCE", threading.BoundedSemaphore(1))
-    monkeypatch.setattr(pending_run, "_DESCRIBE_WAIT_S", 0.01)
-    pending_run._DESCRIBED_AT_ONCE.acquire()
+    monkeypatch.setattr(config_fields, "_DESCRIBED_AT_ONCE", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(config_fields, "_DESCRIBE_WAIT_S", 0.01)
+    config_fields._DESCRIBED_AT_ONCE.acquire()
     with pytest.raises(ResourceError, match="ask again in a minute"):
-        pending_run.describe(found)
+        config_fields.describe(found)
 
 
 def test_sessions_over_mcp_are_bounded(tmp_path, monkeypatch):
@@ -162,10 +162,10 @@ def test_sessions_over_mcp_are_bounded(tmp_path, monkeypatch):
 @pytest.fixture
 def relay(monkeypatch):
     """A relay to a model that needs no network; `posted` has what would have been sent."""
-    relay = Relay([Candidate("m", "m", "http://127.0.0.1:9/v1")], 5.0, max_completions=4)
+    relay = Relay(Candidate("m", "m", "http://127.0.0.1:9/v1"), 5.0, max_completions=4)
     posted: list[dict] = []
 
-    def post(model, request):
+    def post(request):
         posted.append(request)
         return 200, b'{"usage": {"completion_tokens": 1}}'
 
@@ -176,7 +176,7 @@ def relay(monkeypatch):
 
 def ask(relay: Relay, body: object, token: str | None = None) -> int:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    url = f"{relay.url(0)}/chat/completions"
+    url = f"{relay.url}/chat/completions"
     return Request(url, data, token=relay.token if token is None else token).send().status
 
 

@@ -56,7 +56,6 @@ class Partner:
 @click.option("--instructions", metavar="TEXT", help="Replace the agent's instructions.")
 @click.option("--once", metavar="QUESTION", help="Answer one question and end.")
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON for each answer; all else goes to stderr.")
-@click.option("--events", "as_events", is_flag=True, help="For programs: lines of JSON in and out.")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0: greedy decoding.")
 @click.option("--max-new-tokens", default=512, show_default=True, type=click.IntRange(1), help="For one answer.")
 @click.option("--seed", default=0, show_default=True)
@@ -69,7 +68,6 @@ def command(
     instructions: str | None,
     once: str | None,
     as_json: bool,
-    as_events: bool,
     trust: bool,
     **options: Any,
 ) -> None:
@@ -83,7 +81,7 @@ def command(
     palestra chat palestra/tiny --agent my_agent.py
     palestra chat RUN --once "What do 3 red lamps cost?" --json
     """
-    console = Console(stderr=as_json or as_events)
+    console = Console(stderr=as_json)
     partner = _find_partner(run_or_model, agent_file, trust)
     if instructions is not None:
         partner = replace(partner, instructions=instructions)
@@ -91,11 +89,6 @@ def command(
     session = _open(console, partner, **options)
     tools = [tool.name for tool in partner.tools]
     with asyncio.Runner() as runner:
-        if as_events:
-            about = {"model": partner.model, "instructions": partner.instructions, "tools": tools, "note": partner.note}
-            _send("ready", about)
-            _chat(runner, session, _lines_of_json(), _as_events())
-            return
         show = _as_json(console, session) if as_json else _as_text(console)
         try:
             if once is not None:
@@ -263,50 +256,3 @@ def _as_json(console: Console, session: ChatSession) -> Show:
             new.clear()
 
     return show
-
-
-# A chat for programs: questions come as lines of JSON on stdin, everything that happens goes out as lines on stdout.
-#
-#   > {"say": "What do 3 red lamps cost?"}
-#   < {"delta": "That"}                                  a part of the current message
-#   < {"message": {"role": "assistant", "text": …}}      a whole one, in place of its deltas
-#   < {"done": {"stop": "answered"}}                     or {"error": "…"}
-#
-# SIGINT ends an answer, the end of stdin the chat.
-
-
-def _lines_of_json() -> Iterator[str]:
-    while True:
-        try:
-            if not (line := sys.stdin.readline()):
-                return
-            yield str(json.loads(line)["say"])
-        except KeyboardInterrupt:  # it came after the answer had ended
-            continue
-        except (ValueError, KeyError, TypeError):
-            _send("error", 'expected a line such as {"say": "…"}')
-
-
-def _as_events() -> Show:
-    sent = ""
-
-    def show(kind: str, data: Any) -> None:
-        nonlocal sent
-        if kind == "so_far":
-            # a character of several tokens changes until it is whole
-            if data.startswith(sent) and len(data) > len(sent) and not data.endswith("\ufffd"):
-                _send("delta", data[len(sent) :])
-                sent = data
-            return
-        sent = ""
-        if kind == "message":
-            calls = [{"id": c.id, "name": c.name, "arguments": c.arguments, "error": c.error} for c in data.tool_calls]
-            data = {"role": data.role, "text": data.text, "tool_calls": calls, "name": data.name}
-        _send(kind, {"stop": data} if kind == "done" else data)
-
-    return show
-
-
-def _send(kind: str, data: Any) -> None:
-    click.echo(json.dumps({kind: data}))
-    sys.stdout.flush()

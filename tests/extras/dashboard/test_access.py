@@ -15,7 +15,7 @@ from palestra.cli import main
 from palestra.extras.agent_tools.launcher import FormLauncher
 from palestra.extras.agent_tools.locks import Site
 from palestra.extras.agent_tools.mcp_server import http_app
-from palestra.extras.agent_tools.tools import Clients, RlTools
+from palestra.extras.agent_tools.session import Clients, RlTools
 from palestra.extras.dashboard.app import STATIC
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.manager import RunManager
@@ -63,7 +63,7 @@ def test_only_a_body_of_json_is_read(changing, kind, status) -> None:
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
 def test_an_address_that_was_clicked_outside_of_a_page_changes_nothing(changing, method) -> None:
     outside = {"Sec-Fetch-Site": "none", "Content-Type": "application/json"}
-    for path in ("/api/form", "/api/form/check", "/api/runs", "/api/runs/x", "/api/runs/x/stop", "/api/chats"):
+    for path in ("/api/form", "/api/form/check", "/api/runs", "/api/runs/x", "/api/runs/x/stop"):
         assert changing.request(method, path, headers=outside).status_code == 403, path
     assert changing.get("/api/runs", headers={"Sec-Fetch-Site": "none"}).status_code == 200
 

@@ -1,10 +1,9 @@
-"""What the dashboard can change: runs started from a form, stopped, resumed and deleted; jobs; chats."""
+"""What the dashboard can change: runs started from a form, stopped, resumed and deleted; jobs."""
 
 import asyncio
 import json
 import shutil
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from palestra.extras.agent_tools import launcher as launchers
 from palestra.extras.agent_tools.config_fields import EnvDescription
 from palestra.extras.agent_tools.launcher import FormLauncher
 from palestra.extras.agent_tools.locks import Site
-from palestra.extras.dashboard import action_routes, chats
+from palestra.extras.dashboard import action_routes
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.manager import RunManager
 
@@ -165,7 +164,7 @@ def test_measures_of_another_folder_are_not_run(run, tmp_path, monkeypatch) -> N
 def test_a_viewer_changes_nothing(run, tmp_path) -> None:
     client = client_for(Catalog(RunManager(tmp_path / "home"), [run]))
     assert client.get("/api/status").json()["can_start"] is False
-    for path in ("/api/runs", "/api/form/check", "/api/chats"):
+    for path in ("/api/runs", "/api/form/check"):
         assert client.post(path, json={}).status_code in (404, 405)
 
 
@@ -200,66 +199,6 @@ def test_a_command_that_is_cancelled_ends(monkeypatch) -> None:
     job = action_routes.Jobs().start("sleep", "", action_routes.command([]))
     job.cancelled.set()
     assert finished(job).state == "cancelled"
-
-
-CHAT = """
-import json, sys
-print("a line of a tool that prints")
-print(json.dumps({"ready": {"model": "m", "instructions": "", "tools": ["price"], "note": ""}}), flush=True)
-for line in sys.stdin:
-    text = json.loads(line)["say"]
-    if text == "die":
-        sys.exit("Error: it died")
-    for kind, data in (("delta", "Hel"), ("delta", "lo"), ("message", {"role": "assistant", "text": "Hello " + text})):
-        print(json.dumps({kind: data}), flush=True)
-    print(json.dumps({"done": {"stop": "answered"}}), flush=True)
-"""
-
-
-@dataclass
-class FakeProgram:
-    start: object
-    commands: list = field(default_factory=list)
-
-    def __call__(self, command, **options):
-        self.commands.append(command)
-        return self.start([sys.executable, "-c", CHAT], **options)
-
-
-@pytest.fixture
-def program(monkeypatch) -> FakeProgram:
-    fake = FakeProgram(chats.children.start)
-    monkeypatch.setattr(chats.children, "start", fake)
-    return fake
-
-
-def said(page: Page, chat: str, text: str) -> list[str]:
-    response = page.client.post(f"/api/chats/{chat}/say", json={"text": text})
-    return [line for line in response.text.splitlines() if line]
-
-
-def test_a_chat_streams_what_its_process_says(page, program) -> None:
-    chat = page.call("POST", "/api/chats", 201, model="palestra/tiny", temperature=0.5)["chat"]
-    assert chat["tools"] == ["price"]
-    assert program.commands[0][-4:] == ["--max-new-tokens", "512", "--", "palestra/tiny"]
-    assert said(page, chat["id"], "you") == [
-        "event: delta", 'data: {"text":"Hel"}', "event: delta", 'data: {"text":"lo"}',
-        "event: message", 'data: {"role":"assistant","text":"Hello you"}', "event: done", 'data: {"stop":"answered"}',
-    ]  # fmt: skip
-    assert said(page, chat["id"], "again")[-1] == 'data: {"stop":"answered"}'
-    assert said(page, chat["id"], "die") == ["event: error", 'data: {"message":"it died"}']
-    assert page.client.post(f"/api/chats/{chat['id']}/say", json={"text": "x"}).status_code == 404
-
-
-def test_only_a_few_chats_are_open_at_once(page, program) -> None:
-    ids = [page.call("POST", "/api/chats", 201, model="m")["chat"]["id"] for _ in range(4)]
-    assert page.client.post(f"/api/chats/{ids[0]}/say", json={"text": "x"}).status_code == 404
-    assert said(page, ids[3], "x")[0] == "event: delta"
-    page.call("DELETE", f"/api/chats/{ids[3]}")
-    assert page.client.post(f"/api/chats/{ids[3]}/say", json={"text": "x"}).status_code == 404
-    page.call("POST", "/api/chats", 400)
-    page.call("POST", "/api/chats", 404, run="nothing")
-    page.call("POST", "/api/chats", 422, run="x", checkpoint="../../etc")
 
 
 def client_of_one(manager: RunManager, folder: RunFolder) -> TestClient:

@@ -6,19 +6,13 @@ The names below are the tools as Python functions, over one session for this pro
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 from palestra.extras.agent_tools.answers import Answer
-from palestra.extras.agent_tools.tools import (
-    TOOLS,
-    RlTools,
-    check_rl_api_keys,
-    check_rl_python_version,
-    get_missing_keys,
-)
+from palestra.extras.agent_tools.session import RlTools, tool_function
+from palestra.extras.agent_tools.tools import TOOLS, check_rl_api_keys, check_rl_python_version, get_missing_keys
 
 TOOL_NAMES = tuple(TOOLS)
 __all__ = [
@@ -41,17 +35,7 @@ def this_session() -> RlTools:
 @cache
 def __getattr__(name: str) -> Callable[..., Answer]:
     """The tool of this name as a function of this program's session."""
-    if name not in TOOLS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-    @wraps(TOOLS[name].fn)
-    def call(*args: Any, **kwargs: Any) -> Answer:
-        method: Callable[..., Answer] = getattr(this_session(), name)
-        return method(*args, **kwargs)
-
-    signature = inspect.signature(TOOLS[name].fn)  # its first parameter is the Call
-    vars(call)["__signature__"] = signature.replace(parameters=list(signature.parameters.values())[1:])
-    return call
+    return tool_function(name, this_session)
 
 
 def tool_schemas() -> list[dict[str, Any]]:

@@ -88,30 +88,24 @@ def refuse_keys_for_unknown_hosts(
     A key goes to hosts that its owner names, in `owned` (the settings under `run:` of the site file) or in the
     environment.
     """
-    for setting, (key, variable) in KEYS_OF_ADDRESSES.items():
-        address = edited.get(setting)
-        if address is None or not environ.get(key):
+    roles, own_roles = (
+        {f"PALESTRA_ROLE_KEY_{str(label).upper()}": (label, model) for label, model in (given or {}).items()}
+        for given in (edited.get("agent.roles"), owned.get("agent.roles"))
+    )
+    rows = [(name, edited.get(name), key, owned.get(name), own) for name, (key, own) in KEYS_OF_ADDRESSES.items()]
+    rows += [  # the endpoints of a program's agents, each of which has a key of its own
+        (f"agent.roles: {label}", model, key, own_roles.get(key, (label, None))[1], None)
+        for key, (label, model) in roles.items()
+        if "://" in str(model)
+    ]
+    for name, address, key, owner, variable in rows:
+        hosts = [owner, environ.get(variable) if variable else None]
+        if address is None or not environ.get(key) or _origin(str(address)) in [_origin(str(h)) for h in hosts if h]:
             continue
-        owners = [owned.get(setting), environ.get(variable) if variable else None]
-        if _origin(str(address)) not in [_origin(str(owner)) for owner in owners if owner]:
-            remedy = f"under run: in the site file{f', or as {variable}' if variable else ''}"
-            raise NotAllowedError(
-                f"{setting} = {address!r} would get {key}, which is sent to hosts of its owner's choice only; "
-                f"the owner names them {remedy}"
-            )
-    _refuse_role_keys(edited.get("agent.roles") or {}, owned.get("agent.roles") or {}, environ)
-
-
-def _refuse_role_keys(edited: Mapping[str, Any], owned: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    """The same for the endpoints of a program's agents, each of which has a key of its own."""
-    for label, model in edited.items():
-        key = f"PALESTRA_ROLE_KEY_{str(label).upper()}"
-        own = {str(name).upper(): str(value) for name, value in owned.items()}.get(str(label).upper(), "")
-        if "://" in str(model) and environ.get(key) and _origin(str(model)) != _origin(own):
-            raise NotAllowedError(
-                f"agent.roles: {label} = {model!r} would get {key}, which is sent to hosts of its owner's choice only; "
-                "the owner names them under run: in the site file"
-            )
+        raise NotAllowedError(
+            f"{name} = {address!r} would get {key}, which is sent to hosts of its owner's choice only; "
+            f"the owner names them under run: in the site file{f', or as {variable}' if variable else ''}"
+        )
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:

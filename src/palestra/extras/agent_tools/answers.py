@@ -5,9 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from palestra.core.errors import InputError, PalestraError
@@ -17,7 +15,6 @@ from palestra.core.text import encodable
 MAX_ARGUMENT_CHARS = 100_000
 MAX_LISTED = 200
 MAX_CHOICES = 12  # that an error names
-_MAX_DEPTH = 40
 log = logging.getLogger("palestra")
 
 Answer = dict[str, Any]
@@ -34,38 +31,28 @@ class Refusal(InputError):
 def answer(make: Callable[[], Mapping[str, Any]]) -> Answer:
     """Return the result of `make` as JSON without secrets, or an answer with `error` if it raises."""
     try:
-        made: Mapping[str, Any] = make()
+        return _without_secrets(make())
     except PalestraError as error:
-        made = {"error": str(error), "code": error.code, **getattr(error, "more", {})}
+        return _without_secrets({"error": str(error), "code": error.code, **getattr(error, "more", {})})
     except Exception as error:  # a tool never takes its server down
         log.exception("a tool failed")
-        made = {
-            "error": f"this is a fault of Palestra: {type(error).__name__}: {short(error)}. "
-            "`palestra doctor` shows what this machine lacks; please report it with the server's log",
-            "code": "internal_error",
-        }
+        text = f"this is a fault of Palestra: {type(error).__name__}: {short(error)}. "
+        text += "`palestra doctor` shows what this machine lacks; please report it with the server's log"
+        return _without_secrets({"error": text, "code": "internal_error"})
+
+
+def _without_secrets(made: Mapping[str, Any]) -> Answer:
     return dict(json.loads(redact(json.dumps(to_json(made)))))
 
 
-def to_json(value: Any, depth: int = 0) -> Any:
-    """A value as JSON: no NaN, no lone surrogates, no unlimited nesting."""
-    match value:
-        case None | bool() | int():
-            return value
-        case float():
-            return value if math.isfinite(value) else None
-        case str():
-            return encodable(value)
-        case Path():
-            return to_json(str(value))
-        case _ if depth > _MAX_DEPTH:
-            return "…"
-        case Mapping():
-            return {to_json(str(key)): to_json(item, depth + 1) for key, item in value.items()}
-        case list() | tuple() | set() | frozenset():
-            return [to_json(item, depth + 1) for item in value]
-        case _:
-            return to_json(str(value))
+def to_json(value: Any) -> Any:
+    """A value as JSON: no NaN, no lone surrogates, and texts of what is no JSON."""
+    text = json.dumps(value, ensure_ascii=False, default=_plain)
+    return json.loads(encodable(text), parse_constant=lambda name: None)
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, Set) else str(value)
 
 
 def require_json(arguments: Any) -> dict[str, Any]:

@@ -9,13 +9,11 @@ from functools import wraps
 from typing import Any
 
 import palestra.extras.agent_tools as rl_tools
-from palestra.extras.agent_tools.tools import call_in_thread
+from palestra.extras.agent_tools.session import call_in_thread, tool_function
 
 
 def __getattr__(name: str) -> Callable[..., Coroutine[Any, Any, str]]:
-    if name not in rl_tools.TOOL_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    function = getattr(rl_tools, name)
+    function = tool_function(name, rl_tools.this_session)
 
     @wraps(function)
     async def call(*args: Any, **kwargs: Any) -> str:

@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
@@ -108,92 +108,71 @@ def _candidate(label: str, url: str | None, key: str | None) -> Candidate:
     return Candidate(label, label, url, key)
 
 
-@dataclass
-class Usage:
-    """Requests, tokens and cost of one model; `cost_usd` is None until an answer names a cost."""
+class Relay(ThreadingHTTPServer):
+    """A server on a loopback port for one model at an endpoint, with a token of its own. It counts what is used."""
 
-    requests: int = 0
-    completions: int = 0  # asked for
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cost_usd: float | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    daemon_threads = True
 
-    def reserve(self, completions: int, limit: int) -> bool:
-        """Reserve completions; return False without counting if that would exceed `limit`."""
-        with self._lock:
-            if self.completions + completions > limit:
-                return False
-            self.completions += completions
-            return True
-
-    def add(self, reply: bytes) -> None:
-        """Count an answered request, with the usage that the answer reports."""
-        try:
-            usage = dict(json.loads(reply)["usage"])
-        except (ValueError, KeyError, TypeError):
-            usage = {}
-        prompt, completion = (
-            value if type(value := usage.get(name)) is int and value > 0 else 0
-            for name in ("prompt_tokens", "completion_tokens")
-        )
-        with self._lock:
-            self.requests += 1
-            self.prompt_tokens += prompt
-            self.completion_tokens += completion
-            if isinstance(cost := usage.get("cost"), int | float) and not isinstance(cost, bool):
-                self.cost_usd = (self.cost_usd or 0.0) + cost
-
-
-def _error(message: str) -> bytes:
-    return json.dumps({"error": {"message": message}}).encode()
-
-
-class Relay:
-    """A server on a loopback port for the models at endpoints, at /0/v1, /1/v1, … with a token of its own."""
-
-    def __init__(self, models: Sequence[Candidate], timeout_s: float, max_completions: int) -> None:
-        self.usage = [Usage() for _ in models]
-        self._models = models
+    def __init__(self, model: Candidate, timeout_s: float, max_completions: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
         self.token = secrets.token_urlsafe(24)
-        self._timeout_s, self._max_completions = timeout_s, max_completions
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        self._server.daemon_threads = True
-        self._server.relay = self  # type: ignore[attr-defined]
-
-    def url(self, index: int) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}/{index}/v1"
+        self.requests = self.prompt_tokens = self.completion_tokens = 0
+        self.cost_usd: float | None = None  # until an answer names a cost
+        self._model, self._timeout_s, self._completions_left = model, timeout_s, max_completions
+        self._max_completions = max_completions
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Relay]:
-        thread = threading.Thread(target=self._server.serve_forever, name="palestra-relay", daemon=True)
-        thread.start()
+        threading.Thread(target=self.serve_forever, name="palestra-relay", daemon=True).start()
         try:
             yield self
         finally:
-            self._server.shutdown()
-            self._server.server_close()
+            self.shutdown()
+            self.server_close()
 
-    def ask(self, index: int, body: bytes) -> tuple[int, bytes]:
+    def ask(self, body: bytes) -> tuple[int, bytes]:
         """Forward a request, which may only ask for the tested model, and count its usage."""
-        model, usage = self._models[index], self.usage[index]
         try:
             request = json.loads(body)
         except (ValueError, RecursionError):
             request = None
         if not isinstance(request, dict):
             return 403, _error("the body is not a JSON object")
-        if request.get("model") != model.name:
-            return 403, _error(f"this is a test of {model.name}; another model is not asked")
+        if request.get("model") != self._model.name:
+            return 403, _error(f"this is a test of {self._model.name}; another model is not asked")
         count = request.get("n") or 1
-        if not isinstance(count, int) or count < 1 or not usage.reserve(count, self._max_completions):
-            limit = self._max_completions
-            return 403, _error(f"n={short(count)}: this test may ask for {limit} completions in all")
-        status, reply = self._post(model, request)
-        usage.add(reply if status == 200 else b"")
+        if not isinstance(count, int) or count < 1 or not self._reserve(count):
+            return 403, _error(f"n={short(count)}: this test may ask for {self._max_completions} completions in all")
+        status, reply = self._post(request)
+        self._count(reply if status == 200 else b"")
         return status, reply
 
-    def _post(self, model: Candidate, request: dict[str, Any]) -> tuple[int, bytes]:
+    def _reserve(self, completions: int) -> bool:
+        """Reserve completions; return False without counting if that would exceed the limit."""
+        with self._lock:
+            is_enough = completions <= self._completions_left
+            self._completions_left -= completions if is_enough else 0
+            return is_enough
+
+    def _count(self, reply: bytes) -> None:
+        """Count an answered request, with the usage that the answer reports."""
+        try:
+            usage = dict(json.loads(reply)["usage"])
+        except (ValueError, KeyError, TypeError):
+            usage = {}
+        cost = usage.get("cost")
+        with self._lock:
+            self.requests += 1
+            for name in ("prompt_tokens", "completion_tokens"):
+                if type(count := usage.get(name)) is int and count > 0:
+                    setattr(self, name, getattr(self, name) + count)
+            if isinstance(cost, int | float) and not isinstance(cost, bool):
+                self.cost_usd = (self.cost_usd or 0.0) + cost
+
+    def _post(self, request: dict[str, Any]) -> tuple[int, bytes]:
+        model = self._model
         key = os.environ.get(model.api_key_env) if model.api_key_env else None  # read for each request
         url = f"{(model.base_url or '').rstrip('/')}/chat/completions"
         body = {**request, **model.more}
@@ -204,20 +183,23 @@ class Relay:
         return reply.status, reply.body
 
 
+def _error(message: str) -> bytes:
+    return json.dumps({"error": {"message": message}}).encode()
+
+
 class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        relay = cast(Relay, self.server.relay)  # type: ignore[attr-defined]
+        relay = cast(Relay, self.server)
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         length = self.headers.get("Content-Length", "")
-        index = self.path.removesuffix("/v1/chat/completions").removeprefix("/")
         if not hmac.compare_digest(token.encode(), relay.token.encode()):
             self._answer(401, _error("the token is wrong"))
         elif not (length.isdecimal() and int(length) <= _MAX_BODY_BYTES):
             self._answer(413, _error("the body is too large"))
-        elif not (index.isdecimal() and int(index) < len(relay.usage)):
+        elif self.path != "/v1/chat/completions":
             self._answer(404, _error("there is nothing at this path"))
         else:
-            self._answer(*relay.ask(int(index), self.rfile.read(int(length))))
+            self._answer(*relay.ask(self.rfile.read(int(length))))
 
     def _answer(self, status: int, body: bytes) -> None:
         with contextlib.suppress(OSError):  # the environment was stopped while it waited

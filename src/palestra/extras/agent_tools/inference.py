@@ -17,15 +17,12 @@ from palestra.core.files import new_folder, open_private, read_jsonl, write_json
 from palestra.core.group_codec import NOT_TRAINED
 from palestra.core.secrets import clean_environment
 from palestra.extras.agent_tools.answers import short
-from palestra.extras.agent_tools.endpoints import Candidate, Relay, Usage
+from palestra.extras.agent_tools.endpoints import Candidate, Relay, choose_models
 from palestra.extras.agent_tools.pending_run import PendingRunConfig
 
 _TOKEN_VARIABLE = "PALESTRA_RELAY_TOKEN"
 _POLL_S = 0.2
 _TOKENS = ("prompt_tokens", "completion_tokens", "cost_usd")
-
-
-Note = Callable[[str, int, Usage], None]  # label of the model, its finished problems, its requests
 
 
 @dataclass(frozen=True)
@@ -39,9 +36,10 @@ class InferenceTest:
     progress: Callable[[float, float, str], None]
     cancelled: threading.Event
 
-    def run(self, models: Sequence[Candidate]) -> Mapping[str, Any]:
-        """Test all models; one that fails or times out does not affect the others' results."""
+    def run(self, names: Sequence[str] | None) -> Mapping[str, Any]:
+        """Test models by their names; one that fails or times out does not affect the others' results."""
         limits, env = self.draft.site.limits, self.draft.env
+        models = choose_models(names, self.draft.site, str(self.draft.value("model.name")))
         if self.num_steps < 1 or self.group_size < 2:
             raise SettingError(
                 f"num_steps={self.num_steps}, group_size={self.group_size}; "
@@ -61,22 +59,19 @@ class InferenceTest:
         # a new folder each time: no older output can be taken for this test's
         folder = new_folder(self.home / "inference_tests", env.name, "set PALESTRA_HOME to a folder of yours")
         folder.chmod(0o700)
-        turns = 1 + int(self.draft.value("rollout.max_tool_rounds"))
-        relay = Relay(models, limits.test_minutes * 60, limits.test_completions * turns)
-        finished: dict[str, int] = {}
-        lock = threading.Lock()
+        began, finished, lock = time.perf_counter(), dict.fromkeys(range(len(models)), -1), threading.Lock()
 
-        def note(label: str, count: int, usage: Usage) -> None:
+        def note(index: int, count: int, relay: Relay) -> None:
             with lock:
-                if finished.get(label, -1) != count:
-                    finished[label] = count
-                    requests = f", {usage.requests} requests" if usage.requests else ""
-                    text = f"{label}: {count} of {self.num_steps} problems{requests}"
-                    self.progress(sum(finished.values()), len(models) * self.num_steps, text)
+                if finished[index] != count:
+                    finished[index] = count
+                    requests = f", {relay.requests} requests" if relay.requests else ""
+                    text = f"{models[index].label}: {count} of {self.num_steps} problems{requests}"
+                    done = sum(max(0, each) for each in finished.values())
+                    self.progress(done, len(models) * self.num_steps, text)
 
-        began = time.perf_counter()
-        with relay.running(), ThreadPoolExecutor(limits.test_models_at_once, "palestra-test") as pool:
-            rows = list(pool.map(lambda item: self._test(item[0], item[1], relay, folder, note), enumerate(models)))
+        with ThreadPoolExecutor(limits.test_models_at_once, "palestra-test") as pool:
+            rows = list(pool.map(lambda index: self._test(index, models[index], folder, note), range(len(models))))
         sizes = {"num_steps": self.num_steps, "group_size": self.group_size}
         summary = _summary(rows, time.perf_counter() - began)
         return {
@@ -90,21 +85,25 @@ class InferenceTest:
             "folder": folder,
         }
 
-    def _test(self, index: int, model: Candidate, relay: Relay, folder: Path, note: Note) -> dict[str, Any]:
-        began, usage = time.perf_counter(), relay.usage[index]
+    def _test(
+        self, index: int, model: Candidate, folder: Path, note: Callable[[int, int, Relay], None]
+    ) -> dict[str, Any]:
+        began, limits = time.perf_counter(), self.draft.site.limits
         name = "".join(c if c.isalnum() or c in "-_." else "-" for c in model.label)[:80]
-        output, log_file = (folder / f"{index}-{name}.{suffix}" for suffix in ("jsonl", "log"))
-        settings = folder / f"{index}-{name}.settings.json"
+        output, log_file, settings = (folder / f"{index}-{name}.{kind}" for kind in ("jsonl", "log", "settings.json"))
+        turns = 1 + int(self.draft.value("rollout.max_tool_rounds"))
+        relay = Relay(model, limits.test_minutes * 60, limits.test_completions * turns)
         try:
-            write_json(settings, self._settings(model, relay.url(index)))
-            state, error = self._run_process(
-                settings, output, log_file, relay.token, lambda count: note(model.label, count, usage)
-            )
+            with relay.running():
+                write_json(settings, self._settings(model, relay.url))
+                state, error = self._run_process(
+                    settings, output, log_file, relay.token, lambda count: note(index, count, relay)
+                )
         except Exception as failure:  # this model's alone
             state, error = "failed", f"{type(failure).__name__}: {failure}"
         records = list(read_jsonl(output))
-        note(model.label, len(records), usage)
-        tokens: dict[str, Any] = {name: getattr(usage, name) for name in _TOKENS}
+        note(index, len(records), relay)
+        tokens: dict[str, Any] = {name: getattr(relay, name) for name in _TOKENS}
         if model.base_url is None:
             masks = [mask for record in records for row in record["masks"] for mask in row]
             sampled = sum(mask != NOT_TRAINED for mask in masks)
@@ -188,31 +187,30 @@ def _scores(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "steps": steps,
         "steps_tested": len(records),
         "steps_with_correct": sum(solved),
-        "completions": len(passed),
-        "total_completions": len(passed),  # the same, as other tools call it
-        "correct": sum(passed),
-        "correct_completions": sum(passed),
-        "accuracy": sum(passed) / len(passed) if passed else None,
-        "step_success_rate": sum(solved) / len(solved) if solved else None,
-        "mean_score": sum(scores) / len(scores) if scores else None,
+        **dict.fromkeys(("completions", "total_completions"), len(passed)),  # the same, as other tools call it
+        **dict.fromkeys(("correct", "correct_completions"), sum(passed)),
+        "accuracy": _mean(passed),
+        "step_success_rate": _mean(solved),
+        "mean_score": _mean(scores),
     }
 
 
 def _summary(rows: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
     tested = [row for row in rows if row["completions"]]
-    best = max(tested, key=lambda row: (row["accuracy"], row["mean_score"]), default=None)
-    accuracies = [row["accuracy"] for row in tested]
+    best = max(tested, key=lambda row: (row["accuracy"], row["mean_score"]), default={})
     costs = [row["cost_usd"] for row in rows if row["cost_usd"] is not None]
     return {
-        "best_model": best["model"] if best else None,
-        "best_accuracy": best["accuracy"] if best else None,
+        "best_model": best.get("model"),
+        "best_accuracy": best.get("accuracy"),
         "models_tested": len(tested),
         "models_succeeded": sum(row["status"] == "completed" for row in rows),
-        "avg_accuracy": sum(accuracies) / len(accuracies) if accuracies else None,
+        "avg_accuracy": _mean([row["accuracy"] for row in tested]),
         "environment_working": bool(tested),
-        "completions": sum(row["completions"] for row in rows),
-        "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
-        "completion_tokens": sum(row["completion_tokens"] for row in rows),
+        **{name: sum(row[name] for row in rows) for name in ("completions", "prompt_tokens", "completion_tokens")},
         "cost_usd": sum(costs) if costs else None,
         "seconds": round(seconds, 1),
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -17,14 +17,12 @@ from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import NotFoundError, PalestraError, SettingError, UnsupportedError, UserCodeError
 from palestra.core.files import read_regular, slug
 from palestra.envs.discover import MAX_BYTES, DiscoveredEnv, discover
-from palestra.extras.agent_tools import views
-from palestra.extras.agent_tools.answers import Refusal, to_json
-from palestra.extras.agent_tools.config_fields import EnvDescription
-from palestra.extras.agent_tools.endpoints import choose_models
+from palestra.extras.agent_tools.answers import Refusal
+from palestra.extras.agent_tools.config_fields import TRACKING_NAME, ConfigField, EnvDescription, Progress, describe
 from palestra.extras.agent_tools.inference import InferenceTest
 from palestra.extras.agent_tools.locks import Site, load_site
-from palestra.extras.agent_tools.pending_run import TRACKING_NAME, ConfigField, PendingRunConfig, Progress, describe
-from palestra.runs.manager import Run, RunManager, RunRequest
+from palestra.extras.agent_tools.pending_run import PendingRunConfig
+from palestra.runs.manager import Run, RunManager
 from palestra.servers.body import SubjectBody, TestBody
 
 DEMO = "demo"
@@ -86,17 +84,13 @@ class FormLauncher:
         fields = [_field(f, draft) for f in draft.open_fields() if f.name != TRACKING_NAME]
         locked = [
             {"name": row["name"], "value": row["locked_value"], "description": row["description"]}
-            for row in views.config(draft)["locked_fields"]
+            for row in draft.locked_rows()
         ]
-        return dict(to_json({"subject": draft.env.name, "fields": fields, "locked": locked}))
+        return {"subject": draft.env.name, "fields": fields, "locked": locked}
 
     def check(self, body: SubjectBody) -> dict[str, str]:
-        draft, errors = self._draft(body), {}
-        for name, value in body.values.items():
-            try:
-                draft = draft.edit(name, value)
-            except Refusal as refusal:
-                errors[name] = str(refusal)
+        errors: dict[str, str] = {}
+        draft = self._edited(body, errors)
         if body.environment is not None and not errors:
             try:
                 describe(draft.env, draft.env_settings())  # they must fit together, too
@@ -105,11 +99,10 @@ class FormLauncher:
         return errors
 
     def start(self, body: SubjectBody) -> Run:
-        draft = self._edited(body)
-        request = draft.request()
+        request = self._edited(body).request()
         if body.environment is None:
             file = None if body.agent_file == DEMO else str(Path(str(body.agent_file)).resolve())
-            request = RunRequest(agent_file=file, settings=draft.settings(), name=request.name, backend=request.backend)
+            request = replace(request, environment=None, environment_name=None, agent_file=file)
         if body.name:
             request = replace(request, name=slug(body.name))
         return self._manager.start(request, max_active=self._site.limits.active_runs)
@@ -118,16 +111,20 @@ class FormLauncher:
         draft = self._edited(body)
         if body.environment is None:
             raise UnsupportedError("only an environment can be tested this way; score an agent with `palestra eval`")
-        chosen = choose_models(body.models, self._site, str(draft.value("model.name")))
+        test = InferenceTest(draft, body.num_steps, body.group_size, self._manager.home, progress, cancelled)
         with self._testing:
-            home = self._manager.home
-            test = InferenceTest(draft, body.num_steps, body.group_size, home, progress, cancelled)
-            return dict(to_json(test.run(chosen)))
+            return test.run(body.models)
 
-    def _edited(self, body: SubjectBody) -> PendingRunConfig:
+    def _edited(self, body: SubjectBody, errors: dict[str, str] | None = None) -> PendingRunConfig:
+        """With the values of the form; a wrong one raises Refusal, or adds to `errors`."""
         draft = self._draft(body)
         for name, value in body.values.items():
-            draft = draft.edit(name, value)
+            try:
+                draft = draft.edit(name, value)
+            except Refusal as refusal:
+                if errors is None:
+                    raise
+                errors[name] = str(refusal)
         return draft
 
     def _draft(self, body: SubjectBody) -> PendingRunConfig:

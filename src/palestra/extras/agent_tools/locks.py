@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from palestra.core.config import RunConfig, explain, load_yaml, unknown_setting
 from palestra.core.config_sections import Section
@@ -20,8 +21,6 @@ SITE_FILE = "palestra.yaml"
 CHOSEN_AT_START = "chosen at start"  # a free loopback port, a folder in the run
 THE_MODEL = "the model's"  # follows model.name
 LockSection = Literal["env", "server", "trainer", "run"]
-
-
 _MODEL = "Qwen/Qwen3-8B"
 _WORKERS = 16 * (os.cpu_count() or 1)
 
@@ -121,45 +120,28 @@ class Site(Section):
     limits: RequestLimits = Field(default_factory=RequestLimits)
     inference: Inference = Field(default_factory=Inference)
 
-    @field_validator("run", "maximum")
+    @field_validator("run", "maximum", "unlock")
     @classmethod
-    def _known_settings(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        known = RunConfig.keys()
-        for key in settings:
-            if key not in known:
-                raise ValueError(unknown_setting(key, known))
-        return settings
-
-    @field_validator("maximum")
-    @classmethod
-    def _numbers(cls, maximum: dict[str, float]) -> dict[str, float]:
-        for key in maximum:
-            if not any(word in type_name(RunConfig.settings()[key].annotation) for word in ("int", "float")):
+    def _known(cls, given: Any, info: ValidationInfo) -> Any:
+        """Refuse unknown names, maximums of what is not a number, and values that no run accepts."""
+        settings, locks = RunConfig.settings(), [*_LOCKS, *SITE_SETTINGS, *SETTING_CLASSES["model"]]
+        for key in given:
+            if info.field_name == "unlock" and key not in locks:
+                raise ValueError(f"there is no lock {key!r}.{did_you_mean(key, locks)}")
+            if info.field_name != "unlock" and key not in settings:
+                raise ValueError(unknown_setting(key, settings))
+            if info.field_name == "maximum" and not re.search("int|float", type_name(settings[key].annotation)):
                 raise ValueError(f"{key} is not a number, so it has no maximum; lock it under run: instead")
-        return maximum
-
-    @field_validator("run")
-    @classmethod
-    def _valid_settings(cls, settings: dict[str, Any]) -> dict[str, Any]:
         try:
-            RunConfig().with_settings(settings)
+            RunConfig().with_settings(given if info.field_name == "run" else {})
         except PalestraError as error:
             raise ValueError(str(error)) from None
-        return settings
+        return given
 
     @property
     def maximums(self) -> dict[str, float]:
         """The largest values that an agent may choose, by setting."""
         return AGENT_MAXIMUM | self.maximum
-
-    @field_validator("unlock")
-    @classmethod
-    def _known_locks(cls, unlock: list[str]) -> list[str]:
-        known = [*_LOCKS, *SITE_SETTINGS, *SETTING_CLASSES["model"]]
-        for name in unlock:
-            if name not in known:
-                raise ValueError(f"there is no lock {name!r}.{did_you_mean(name, known)}")
-        return unlock
 
     @model_validator(mode="after")
     def _one_backend(self) -> Site:
@@ -199,14 +181,10 @@ _LOCKS: dict[str, Profiled] = {
 }
 
 
-def short_names() -> dict[str, str]:
-    """What other trainers call settings of a run, each with our key."""
-    other = {
-        "group_size": "rollout.group_size",
-        "batch_size": "train.problems_per_step",
-        "wandb_project": "track.project",
-    }
-    return {key.partition(".")[2]: lock.setting for key, lock in _LOCKS.items() if lock.setting} | other
+# what other trainers call settings of a run, each with our key
+SHORT_NAMES = {key.partition(".")[2]: lock.setting for key, lock in _LOCKS.items() if lock.setting} | {
+    "group_size": "rollout.group_size", "batch_size": "train.problems_per_step", "wandb_project": "track.project",
+}  # fmt: skip
 
 
 def lifted_locks(site: Site) -> list[Lock]:
@@ -246,7 +224,7 @@ def _lock(key: str, value: Any) -> Lock:
     return Lock(section, name, value, kind, info.description or "", _LOCKS[key].setting)  # type: ignore[arg-type]
 
 
-def locked_settings(locks: list[Lock]) -> dict[str, Any]:
+def locked_settings(locks: Sequence[Lock]) -> dict[str, Any]:
     """The settings of RunConfig that are locked, with their values."""
     by_setting = {lock.setting: lock for lock in locks if lock.setting and not lock.is_open and lock.imposed}
     return {key: as_setting(key, lock.value) for key, lock in by_setting.items()}
@@ -269,10 +247,10 @@ def type_name(kind: Any) -> str:
 
 def load_site(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Site:
     """The site file: `path`, the one that PALESTRA_SITE names, ./palestra.yaml, or the defaults."""
-    named = path or (Path(environ[SITE_VARIABLE]) if environ.get(SITE_VARIABLE) else None)
-    file = named or Path(SITE_FILE)
+    named = path or environ.get(SITE_VARIABLE)
+    file = Path(named or SITE_FILE)
     if not file.is_file():
-        if named is None:
+        if not named:
             return Site()
         raise NotFoundError(
             f"there is no site file {file}; {SITE_VARIABLE} names it; write it or unset {SITE_VARIABLE}"
@@ -281,13 +259,6 @@ def load_site(path: Path | None = None, environ: Mapping[str, str] = os.environ)
     try:
         return Site.model_validate({key: value for key, value in sections.items() if value is not None})
     except ValidationError as error:
-        raise UnreadableFileError(f"the site file {file}: {explain(error, known_keys())}") from None
-
-
-def known_keys() -> list[str]:
-    """Every key that a site file may have."""
-    nested: dict[str, type[Section]] = {**_SECTIONS, "limits": RequestLimits, "inference": Inference}
-    return [
-        *Site.model_fields,
-        *(f"{section}.{name}" for section, model in nested.items() for name in model.model_fields),
-    ]
+        nested: dict[str, type[Section]] = {**_SECTIONS, "limits": RequestLimits, "inference": Inference}
+        below = [f"{section}.{name}" for section, model in nested.items() for name in model.model_fields]
+        raise UnreadableFileError(f"the site file {file}: {explain(error, [*Site.model_fields, *below])}") from None

@@ -10,10 +10,8 @@ import re
 import secrets
 import sys
 import threading
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from mcp import types
@@ -32,16 +30,20 @@ from palestra.core.errors import NotFoundError, PalestraError, StateError, did_y
 from palestra.core.files import last_lines, parse_row
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
-from palestra.extras.agent_tools.tools import MAX_SESSIONS, TOOLS, Clients, Effect, RlTools, call_in_thread
+from palestra.extras.agent_tools.session import MAX_SESSIONS, Clients, RlTools, call_in_thread
+from palestra.extras.agent_tools.tools import EFFECTS, TOOLS
 from palestra.servers.body import MIB, read_body
 from palestra.servers.web import Guard, refusal, refuse, while_connected
 
-JSON, JSON_LINES, TEXT = "application/json", "application/x-ndjson", "text/plain"
+_JSON, _JSON_LINES, _TEXT = "application/json", "application/x-ndjson", "text/plain"
 KINDS = {
-    "report": (JSON, "held-out results before and after, metrics, transcripts; while it runs, the results so far"),
-    "metrics": (JSON_LINES, "one line a step"),
-    "rollouts": (JSON_LINES, "the latest attempts, one a line: what was said, and how it was scored"),
-    "log": (TEXT, "the last lines of the trainer's log"),
+    kind: {"mime_type": mime_type, "description": text}
+    for kind, mime_type, text in (
+        ("report", _JSON, "held-out results before and after, metrics, transcripts; while it runs, the results so far"),
+        ("metrics", _JSON_LINES, "one line a step"),
+        ("rollouts", _JSON_LINES, "the latest attempts, one a line: what was said, and how it was scored"),
+        ("log", _TEXT, "the last lines of the trainer's log"),
+    )
 }
 LATEST_ROLLOUTS = 50
 _LOG_LINES = 200
@@ -54,17 +56,14 @@ _ON_STDIO = "stdio"  # one process, one client
 _SESSION_IDLE_S = 24 * 3600.0  # who looks at a training every few hours keeps what was selected
 _LISTED_RUNS = 25
 _END_S = 2.0  # that work in progress gets to end after Ctrl-C
-_HINTS: dict[Effect, types.ToolAnnotations] = {
-    "reads": types.ToolAnnotations(read_only_hint=True, open_world_hint=False),
-    "edits": types.ToolAnnotations(
-        read_only_hint=False, destructive_hint=False, idempotent_hint=True, open_world_hint=False
-    ),
-    "starts": types.ToolAnnotations(
-        read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=True
-    ),
-    "stops": types.ToolAnnotations(
-        read_only_hint=False, destructive_hint=True, idempotent_hint=True, open_world_hint=False
-    ),
+_HINTS = {
+    effect: types.ToolAnnotations(
+        read_only_hint=effect == "reads",
+        destructive_hint=None if effect == "reads" else effect == "stops",
+        idempotent_hint=None if effect == "reads" else effect != "starts",
+        open_world_hint=effect == "starts",
+    )
+    for effect in EFFECTS.values()
 }
 _INSTRUCTIONS = (
     "Train language models by reinforcement learning. rl_list_environments, rl_select_environment, rl_edit_config, "
@@ -75,66 +74,6 @@ _INSTRUCTIONS = (
 Context = Any  # the SDK's ServerRequestContext, whose type parameters say nothing here
 
 
-class Handlers:
-    def __init__(self, clients: Clients) -> None:
-        self._clients = clients
-
-    def _tools(self, ctx: Context) -> RlTools:
-        request = ctx.request
-        return self._clients.session(_ON_STDIO if request is None else request.headers.get("mcp-session-id", _ON_STDIO))
-
-    async def list_tools(self, ctx: Context, params: Any) -> types.ListToolsResult:
-        described = [
-            types.Tool(name=t.name, description=t.description, input_schema=t.parameters, annotations=_HINTS[t.effect])
-            for t in TOOLS.values()
-        ]
-        return types.ListToolsResult(tools=described)
-
-    async def call_tool(self, ctx: Context, params: types.CallToolRequestParams) -> types.CallToolResult:
-        loop = asyncio.get_running_loop()
-
-        def progress(done: float, total: float, text: str) -> None:
-            asyncio.run_coroutine_threadsafe(ctx.session.report_progress(done, total, text), loop)
-
-        answer = await call_in_thread(self._tools(ctx), params.name, params.arguments, progress)
-        text = types.TextContent(type="text", text=json.dumps(answer, ensure_ascii=False))
-        # the error of a run that failed comes with its status, and is no refusal
-        is_error = "error" in answer and "status" not in answer
-        return types.CallToolResult(content=[text], structured_content=answer, is_error=is_error)
-
-    async def list_resources(self, ctx: Context, params: Any) -> types.ListResourcesResult:
-        runs, _ = await asyncio.to_thread(self._tools(ctx).manager.page, _LISTED_RUNS)
-        rows = [
-            types.Resource(uri=f"{_SCHEME}{run.run_id}/{kind}", name=name, mime_type=mime_type, description=text)
-            for run in runs
-            for kind, (mime_type, text) in KINDS.items()
-            for name in [f"{run.name} ({run.run_id}): {kind}"]
-        ]
-        return types.ListResourcesResult(resources=rows)
-
-    async def list_templates(self, ctx: Context, params: Any) -> types.ListResourceTemplatesResult:
-        return types.ListResourceTemplatesResult(
-            resource_templates=[
-                types.ResourceTemplate(
-                    uri_template=_SCHEME + "{run_id}/" + kind, name=kind, mime_type=mime, description=text
-                )
-                for kind, (mime, text) in KINDS.items()
-            ]
-        )
-
-    async def read_resource(self, ctx: Context, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
-        uri = str(params.uri)
-        run_id, _, kind = uri.removeprefix(_SCHEME).partition("/")
-        try:
-            if not uri.startswith(_SCHEME):
-                raise NotFoundError(f"there is no resource {uri[:200]!r}; they look like {_SCHEME}RUN_ID/report")
-            mime_type, text = await asyncio.to_thread(read_resource, self._tools(ctx), run_id, kind)
-        except PalestraError as error:
-            raise MCPError(types.INVALID_PARAMS, str(error)) from None
-        content = types.TextResourceContents(uri=uri, mime_type=mime_type, text=text)
-        return types.ReadResourceResult(contents=[content])
-
-
 def read_resource(tools: RlTools, run_id: str, kind: str) -> tuple[str, str]:
     """(MIME type, text) of one kind for one run."""
     if kind not in KINDS:
@@ -143,37 +82,84 @@ def read_resource(tools: RlTools, run_id: str, kind: str) -> tuple[str, str]:
     if "run_id" not in results:
         raise StateError(results["error"])
     folder = RunFolder(tools.manager.get(run_id).folder)
-    match kind:
-        case "report":
-            text = _read(folder.report_file) or json.dumps(results, indent=1)
-        case "metrics":
-            text = _read(folder.metrics_file)
-        case "rollouts":
-            lines = last_lines(folder.rollouts_file, LATEST_ROLLOUTS + 1, _TAIL_BYTES)
-            # not cut at its start by the tail, nor at its end because it is being written
-            whole = [line for line in lines if parse_row(line.encode()) is not None]
-            text = "".join(f"{line}\n" for line in whole[-LATEST_ROLLOUTS:])
-        case _:
-            text = "\n".join(tools.manager.logs(run_id, "trainer", _LOG_LINES))
-    return KINDS[kind][0], redact(text)
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    file = {"report": folder.report_file, "metrics": folder.metrics_file}.get(kind)
+    if kind == "rollouts":
+        lines = last_lines(folder.rollouts_file, LATEST_ROLLOUTS + 1, _TAIL_BYTES)
+        # not cut at its start by the tail, nor at its end because it is being written
+        whole = [line for line in lines if parse_row(line.encode()) is not None]
+        text = "".join(f"{line}\n" for line in whole[-LATEST_ROLLOUTS:])
+    elif file is None:
+        text = "\n".join(tools.manager.logs(run_id, "trainer", _LOG_LINES))
+    elif file.is_file():
+        text = file.read_text(encoding="utf-8", errors="replace")
+    else:
+        text = json.dumps(results, indent=1) if kind == "report" else ""
+    return KINDS[kind]["mime_type"], redact(text)
 
 
 def make_server(clients: Clients) -> Server[Any]:
     """A server of the ten tools, and of the runs' resources."""
-    handlers = Handlers(clients)
+
+    def tools_of(ctx: Context) -> RlTools:
+        request = ctx.request
+        return clients.session(_ON_STDIO if request is None else request.headers.get("mcp-session-id", _ON_STDIO))
+
+    async def list_tools(ctx: Context, params: Any) -> types.ListToolsResult:
+        described = [
+            types.Tool(
+                name=t.name, description=t.description, input_schema=t.parameters, annotations=_HINTS[EFFECTS[t.fn]]
+            )
+            for t in TOOLS.values()
+        ]
+        return types.ListToolsResult(tools=described)
+
+    async def call_tool(ctx: Context, params: types.CallToolRequestParams) -> types.CallToolResult:
+        loop = asyncio.get_running_loop()
+
+        def progress(done: float, total: float, text: str) -> None:
+            asyncio.run_coroutine_threadsafe(ctx.session.report_progress(done, total, text), loop)
+
+        answer = await call_in_thread(tools_of(ctx), params.name, params.arguments, progress)
+        text = types.TextContent(type="text", text=json.dumps(answer, ensure_ascii=False))
+        # the error of a run that failed comes with its status, and is no refusal
+        is_error = "error" in answer and "status" not in answer
+        return types.CallToolResult(content=[text], structured_content=answer, is_error=is_error)
+
+    async def list_resources(ctx: Context, params: Any) -> types.ListResourcesResult:
+        runs, _ = await asyncio.to_thread(tools_of(ctx).manager.page, _LISTED_RUNS)
+        rows = [
+            types.Resource(uri=f"{_SCHEME}{run.run_id}/{kind}", name=f"{run.name} ({run.run_id}): {kind}", **about)
+            for run in runs
+            for kind, about in KINDS.items()
+        ]
+        return types.ListResourcesResult(resources=rows)
+
+    async def list_templates(ctx: Context, params: Any) -> types.ListResourceTemplatesResult:
+        uri = _SCHEME + "{run_id}/"
+        rows = [types.ResourceTemplate(uri_template=uri + kind, name=kind, **about) for kind, about in KINDS.items()]
+        return types.ListResourceTemplatesResult(resource_templates=rows)
+
+    async def read(ctx: Context, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
+        uri = str(params.uri)
+        run_id, _, kind = uri.removeprefix(_SCHEME).partition("/")
+        try:
+            if not uri.startswith(_SCHEME):
+                raise NotFoundError(f"there is no resource {uri[:200]!r}; they look like {_SCHEME}RUN_ID/report")
+            mime_type, text = await asyncio.to_thread(read_resource, tools_of(ctx), run_id, kind)
+        except PalestraError as error:
+            raise MCPError(types.INVALID_PARAMS, str(error)) from None
+        content = types.TextResourceContents(uri=uri, mime_type=mime_type, text=text)
+        return types.ReadResourceResult(contents=[content])
+
     return Server(
         "palestra",
         version=version("palestra"),
         instructions=_INSTRUCTIONS,
-        on_list_tools=handlers.list_tools,
-        on_call_tool=handlers.call_tool,
-        on_list_resources=handlers.list_resources,
-        on_list_resource_templates=handlers.list_templates,
-        on_read_resource=handlers.read_resource,
+        on_list_tools=list_tools,
+        on_call_tool=call_tool,
+        on_list_resources=list_resources,
+        on_list_resource_templates=list_templates,
+        on_read_resource=read,
     )
 
 
@@ -238,17 +224,11 @@ def http_app(clients: Clients, token: str | None, dashboard: ASGIApp | None = No
         return guarded
     to_page = Route("/dashboard", lambda request: RedirectResponse("dashboard/"))
     routes = [to_page, Mount("/dashboard", dashboard), Mount("/", guarded)]
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with mcp_app.router.lifespan_context(mcp_app):  # that of a mounted application does not run by itself
-            yield
-
-    return Starlette(routes=routes, lifespan=lifespan)
+    lifespan: Any = mcp_app.router.lifespan_context  # that of a mounted application does not run by itself
+    return Starlette(routes=routes, lifespan=lambda app: lifespan(mcp_app))
 
 
-def _refused(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
+def _refused(request: Request, error: Any) -> JSONResponse:
     return JSONResponse({"error": str(error.detail)}, error.status_code)
 
 

@@ -1,49 +1,43 @@
-"""The ten tools by which an agent drives trainings: one table, from which Python, MCP and HTTP are made.
-
-`RlTools` is one client's session, `Clients` holds the sessions of a server.
-"""
+"""The ten tools by which an agent drives trainings: one table, from which Python, MCP and HTTP are made."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import sys
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from palestra.agents.tools.run import ArgumentError, read_arguments
 from palestra.agents.tools.tool import Tool, function_tool
-from palestra.core.calls import OutOfThreads, call_with_limit
-from palestra.core.errors import MissingPackageError, did_you_mean
+from palestra.core.errors import MissingPackageError
+from palestra.core.run_folder import RunFolder
 from palestra.envs.discover import discover
-from palestra.extras.agent_tools import views
-from palestra.extras.agent_tools.answers import Answer, Refusal, answer, closest, require_json, require_page, short
-from palestra.extras.agent_tools.endpoints import choose_models
+from palestra.evals.findings import recorded_findings
+from palestra.extras.agent_tools.answers import Refusal, page, require_page, short
+from palestra.extras.agent_tools.config_fields import TRACKING_NAME, Progress, describe
 from palestra.extras.agent_tools.inference import InferenceTest
-from palestra.extras.agent_tools.locks import Site, load_site
-from palestra.extras.agent_tools.pending_run import TRACKING_NAME, PendingRunConfig, Progress, describe
-from palestra.runs.index import UnknownRun
-from palestra.runs.manager import Run, RunManager, State
+from palestra.runs.index import PARTS
+from palestra.runs.manager import Run
 from palestra.runs.tracking import needs_wandb_key
 
+if TYPE_CHECKING:
+    from palestra.extras.agent_tools.session import RlTools
+
+Data = Mapping[str, Any]
 JsonValue = str | int | float | bool | list[Any] | dict[str, Any] | None
 Effect = Literal["reads", "edits", "starts", "stops"]
-MAX_SESSIONS = 1000
 MINIMUM_PYTHON = (3, 11)
 _BACKEND_KEYS = {"local": (), "tinker": ("TINKER_API_KEY",)}
 _HINTS = {
     "TINKER_API_KEY": "make one in the Tinker console",
     "WANDB_API_KEY": "make one at wandb.ai/authorize, set WANDB_MODE=offline, or leave wandb out of track.report_to",
 }
+_METRICS = ("step", "reward_mean", "percent_correct", "eval_percent_correct", "loss")
 _STOP_WAIT_S = 60.0
-_MAX_LOOKS = 1000
-_LONGEST_CALL_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class Call:
     cancelled: threading.Event
 
 
-def rl_list_environments(call: Call, contains: str = "", limit: int = 30, offset: int = 0) -> views.Data:
+def rl_list_environments(call: Call, contains: str = "", limit: int = 30, offset: int = 0) -> Data:
     """List the environments that a model can be trained on, those in your own files first. Start here.
 
     Args:
@@ -63,10 +57,23 @@ def rl_list_environments(call: Call, contains: str = "", limit: int = 30, offset
         limit: Environments to list at once, at most 200.
         offset: How many to leave out: next_offset of the answer before.
     """
-    return views.environments(discover(), contains, limit, offset)
+    found = discover()
+    ordered = sorted(found.environments, key=lambda e: (e.origin == "built-in") + bool(e.preset))
+    shown, about = page(ordered, limit, offset, lambda e: f"{e.name} {e.description}", contains)
+    rows = [
+        {"name": e.name, "class_name": e.class_name, "file_path": e.file_path, "description": short(e.description)}
+        for e in shown
+    ]
+    tips = [
+        "rl_select_environment(name) selects one and loads its settings",
+        "read the file at file_path to see what an environment asks and how it scores",
+        "files in ./environments and in the folders of PALESTRA_ENV_PATH are found too",
+    ]
+    errors = {str(path): reason for path, reason in found.errors.items()}
+    return {"environments": rows, **about, "tips": tips, **({"errors": errors} if errors else {})}
 
 
-def rl_select_environment(call: Call, name: str) -> views.Data:
+def rl_select_environment(call: Call, name: str) -> Data:
     """Select the environment to train on, and load its settings with its own values. Earlier edits are dropped.
 
     The first environment written for Atropos takes minutes: what it needs is installed. If you give up waiting, the
@@ -85,7 +92,7 @@ def rl_select_environment(call: Call, name: str) -> views.Data:
     }
 
 
-def rl_get_current_config(call: Call, contains: str = "", limit: int = 30, offset: int = 0) -> views.Data:
+def rl_get_current_config(call: Call, contains: str = "", limit: int = 30, offset: int = 0) -> Data:
     """Show the settings of the selected environment and of its training: which may be edited, which are locked. The
     environment's own and the usual ones come first.
 
@@ -94,10 +101,24 @@ def rl_get_current_config(call: Call, contains: str = "", limit: int = 30, offse
         limit: Settings to list at once, at most 200.
         offset: How many to leave out: next_offset of the answer before.
     """
-    return views.config(call.tools.pending, contains, limit, offset)
+    pending = call.tools.pending
+    shown, about = page(pending.open_fields(), limit, offset, lambda f: f.name, contains)
+    configurable = [
+        {name: getattr(f, name) for name in ("name", "type", "default", "description")}
+        | {"current_value": pending.value(f.name)}
+        for f in shown
+    ]
+    locked = [row for row in pending.locked_rows() if offset == 0 and contains.lower() in row["name"].lower()]
+    return {
+        "environment": pending.env.name,
+        "configurable_fields": configurable,
+        **about,
+        "locked_fields": locked,
+        "tip": "rl_edit_config(field, value) changes one field; locked ones are set by the site and cannot be changed",
+    }
 
 
-def rl_edit_config(call: Call, field: str, value: JsonValue) -> views.Data:
+def rl_edit_config(call: Call, field: str, value: JsonValue) -> Data:
     """Change one setting of the training.
 
     Args:
@@ -110,7 +131,7 @@ def rl_edit_config(call: Call, field: str, value: JsonValue) -> views.Data:
     return {"message": message, "field": name, "value": pending.value(name), "config": pending.config()}
 
 
-def rl_start_training(call: Call) -> views.Data:
+def rl_start_training(call: Call) -> Data:
     """Start a training on the selected environment with the current settings. It goes on when you disconnect."""
     tools, pending = call.tools, call.tools.pending
     if not check_rl_python_version():
@@ -121,30 +142,50 @@ def rl_start_training(call: Call) -> views.Data:
         hints = "; ".join(f"{key}: {_HINTS[key]}" for key in missing)
         raise Refusal(f"{' and '.join(missing)} must be set in this server's environment ({hints})", missing=missing)
     describe(pending.env, pending.env_settings(), tools.site.limits)  # they must fit together, too
-    limit = tools.site.limits.active_runs
-    return views.started(tools.manager.start(pending.request(), max_active=limit), pending)
+    run = tools.manager.start(pending.request(), max_active=tools.site.limits.active_runs)
+    return {
+        "run_id": run.run_id,
+        "status": "starting" if run.state in ("pending", "starting", "running") else run.state,
+        "environment": pending.env.name,
+        "config": pending.config(),
+        "config_path": RunFolder(run.folder).request_file,
+        "logs": _logs(run),
+        "wandb_project": pending.value("track.project"),
+        "wandb_run_name": pending.value(TRACKING_NAME),
+        "wandb_url": None,
+        "tip": f"rl_check_status({run.run_id!r}) tells how it is doing; it goes on when you disconnect",
+        **({"note": run.reason} if run.reason else {}),
+    }
 
 
-def rl_check_status(call: Call, run_id: str) -> views.Data:
+def rl_check_status(call: Call, run_id: str) -> Data:
     """Look how a training is doing. Trainings take long: look seldom; a look too soon tells only the state.
 
     Args:
         run_id: The id that rl_start_training gave, or one from rl_list_runs.
     """
     run = call.tools.run(run_id)
-    if not (wait_s := call.tools.seconds_to_wait(run)):
-        return views.status(run)
+    if wait_s := call.tools.seconds_to_wait(run):
+        return {
+            **_header(run),
+            "rate_limited": True,
+            "message": f"its state is the same as at your last look; look again in {wait_s / 60:.0f} minutes. "
+            "A change of state is told at once",
+            "minutes_to_wait": round(wait_s / 60, 1),
+            "next_check_in_seconds": math.ceil(wait_s),
+        }
+    # a run is one process, unless its environment has one of its own
+    elsewhere = "in the trainer's process" if "trainer" in run.processes else "not started"
     return {
-        **views.header(run),
-        "rate_limited": True,
-        "message": f"its state is the same as at your last look; look again in {wait_s / 60:.0f} minutes. "
-        "A change of state is told at once",
-        "minutes_to_wait": round(wait_s / 60, 1),
-        "next_check_in_seconds": math.ceil(wait_s),
+        **_about(run),
+        "processes": {part: run.processes.get(part, elsewhere) for part in PARTS},
+        "metrics": {name: run.progress.get(name) for name in _METRICS},
+        "logs": _logs(run),
+        **({"note": run.reason} if run.reason and run.state != "failed" else {}),
     }
 
 
-def rl_stop_training(call: Call, run_id: str) -> views.Data:
+def rl_stop_training(call: Call, run_id: str) -> Data:
     """Stop a training. What it has learned so far is saved in a checkpoint.
 
     Args:
@@ -154,20 +195,37 @@ def rl_stop_training(call: Call, run_id: str) -> views.Data:
     if run.is_active:
         run = call.tools.manager.stop(run.run_id, wait_s=_STOP_WAIT_S)
     message = f"the run is {run.state}" + (f": {run.reason}" if run.reason else "")
-    return {**views.header(run), "message": message, "folder": run.folder, "processes": dict(run.processes)}
+    return {**_header(run), "message": message, "folder": run.folder, "processes": dict(run.processes)}
 
 
-def rl_get_results(call: Call, run_id: str) -> views.Data:
+def rl_get_results(call: Call, run_id: str) -> Data:
     """Get the metrics of a training, their history, and the path of the trained weights.
 
     Args:
         run_id: The id that rl_start_training gave, or one from rl_list_runs.
     """
     run = call.tools.run(run_id)
-    return views.results(run, call.tools.manager.results(run.run_id))
+    results = call.tools.manager.results(run.run_id)
+    path, checkpoint = results["model_path"], results["checkpoint"]
+    if path:
+        tip = f"load the weights with palestra.models.loading.load_model({str(path)!r}), or serve them: "
+        tip += f"palestra serve {path}"
+    elif checkpoint is None:
+        tip = "a run has weights from its first checkpoint on; checkpoint.every says when that is"
+    else:
+        tip = f"checkpoint_path loads like any model: palestra serve {checkpoint}; the run goes on from it with: "
+        tip += f"palestra runs resume {run.run_id}"
+    return {
+        **_about(run),
+        **{name: results[name] for name in ("final_metrics", "history", "report_path")},
+        "report": _rates(results["report"]),
+        "weights_path": path,
+        "checkpoint_path": checkpoint,
+        "tip": tip,
+    }
 
 
-def rl_list_runs(call: Call, limit: int = 50, offset: int = 0) -> views.Data:
+def rl_list_runs(call: Call, limit: int = 50, offset: int = 0) -> Data:
     """List all trainings with their states, newest first, also those of earlier sessions and other clients.
 
     Args:
@@ -176,12 +234,15 @@ def rl_list_runs(call: Call, limit: int = 50, offset: int = 0) -> views.Data:
     """
     require_page(limit, offset)
     runs, total = call.tools.manager.page(limit, offset)
-    return views.runs(runs, offset, total)
+    rows = [
+        {**_header(run), **_tracking(run), "name": run.name, "metrics": dict(run.progress), "folder": run.folder}
+        for run in runs
+    ]
+    following = offset + len(rows)
+    return {"runs": rows, "count": total, **({"next_offset": following} if following < total else {})}
 
 
-def rl_test_inference(
-    call: Call, num_steps: int = 3, group_size: int = 16, models: list[str] | None = None
-) -> views.Data:
+def rl_test_inference(call: Call, num_steps: int = 3, group_size: int = 16, models: list[str] | None = None) -> Data:
     """Let models attempt problems of the selected environment, without training, to see whether it can be learned.
 
     Args:
@@ -190,25 +251,17 @@ def rl_test_inference(
         models: Names at the endpoint, local ones (palestra/tiny, a folder, local:HUB_ID), or NAME@URL for a server
             on this machine. Default: a few small models where OPENROUTER_API_KEY is set, else the model to train.
     """
-    tools, pending = call.tools, call.tools.pending
-    chosen = choose_models(models, tools.site, str(pending.value("model.name")))
-    test = InferenceTest(pending, num_steps, group_size, tools.manager.home, call.progress, call.cancelled)
+    tools = call.tools
+    test = InferenceTest(tools.pending, num_steps, group_size, tools.manager.home, call.progress, call.cancelled)
     if not tools.testing.acquire(blocking=False):
         raise Refusal("a test is running already; wait for its answer, then ask for another")
     try:
-        return test.run(chosen)
+        return test.run(models)
     finally:
         tools.testing.release()
 
 
-@dataclass(frozen=True)
-class RlTool(Tool):
-    """A tool whose function takes the Call first, which the schema does not show."""
-
-    effect: Effect = "reads"
-
-
-_EFFECTS: Mapping[Callable[..., views.Data], Effect] = {
+EFFECTS: Mapping[Callable[..., Data], Effect] = {
     rl_list_environments: "reads",
     rl_select_environment: "edits",
     rl_get_current_config: "reads",
@@ -220,121 +273,53 @@ _EFFECTS: Mapping[Callable[..., views.Data], Effect] = {
     rl_list_runs: "reads",
     rl_test_inference: "starts",
 }
-TOOLS: Mapping[str, RlTool] = {
-    shown.name: RlTool(shown.name, shown.description, shown.parameters, function, shown.readers, effect=effect)
-    for function, effect in _EFFECTS.items()
-    for shown in [function_tool(MethodType(function, object()))]  # bound, so that the signature lacks the Call
-}
+# the schema is that of the bound function, which lacks the Call
+_TOOLS = [replace(function_tool(MethodType(function, object())), fn=function) for function in EFFECTS]
+TOOLS: Mapping[str, Tool] = {tool.name: tool for tool in _TOOLS}
 
 
-class RlTools:
-    """One client's session: the environment it selected, its edited settings, and its last look at each run.
+def _header(run: Run) -> dict[str, Any]:
+    """The fields that every answer about a run begins with."""
+    until = run.ended or time.time()
+    minutes = round(max(0.0, until - run.started) / 60, 1) if run.started else 0.0
+    return {
+        "run_id": run.run_id,
+        "status": run.state,
+        "environment": run.environment,
+        "minutes_running": minutes,
+        "running_time_minutes": minutes,  # the same, as other tools call it
+    }
 
-    `call` takes a tool by name, as a model does; the tools are methods, too. Every answer is a JSON object.
-    Two sessions share the runs of the machine and nothing else.
-    """
 
-    def __init__(
-        self,
-        manager: RunManager | None = None,
-        site: Site | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.manager = manager or RunManager()
-        self.site = site or load_site()
-        self.testing = threading.Lock()  # one rl_test_inference at a time
-        self._clock = clock
-        self._pending: PendingRunConfig | None = None
-        self._looks: OrderedDict[str, tuple[State, float]] = OrderedDict()
-        self._lock = threading.Lock()
+def _about(run: Run) -> dict[str, Any]:
+    """Also where it is tracked, what the model could do before, why little is learned, and why it failed."""
+    folder = RunFolder(run.folder)
+    capability = folder.record.get("capability") if folder.has_begun else None
+    return {
+        **_header(run),
+        **_tracking(run),
+        "capability": (capability or {}).get("text"),
+        "findings": [str(finding) for finding in recorded_findings(folder, ended=not run.is_active)],
+        **({"error": run.reason} if run.state == "failed" else {}),
+    }
 
-    def call(
-        self,
-        name: str,
-        arguments: Any = None,
-        *,
-        progress: Progress = lambda done, total, text: None,
-        cancelled: threading.Event | None = None,
-    ) -> Answer:
-        """Call a tool by its name and JSON arguments. Never raises."""
 
-        def make() -> views.Data:
-            if name not in list(TOOLS):  # a client may send anything for a name
-                near = did_you_mean(short(name), TOOLS)
-                raise Refusal(f"there is no tool {short(name)!r}.{near}", available=list(TOOLS))
-            tool = TOOLS[name]
-            try:
-                checked = read_arguments(tool, require_json({} if arguments is None else arguments))
-            except ArgumentError as error:
-                raise Refusal(short(error, 1000)) from None
-            return tool(Call(self, progress, cancelled or threading.Event()), **checked)
+def _tracking(run: Run) -> dict[str, Any]:
+    return {f"wandb_{name}": value for name, value in RunFolder(run.folder).tracking().items()}
 
-        return answer(make)
 
-    def __getattr__(self, name: str) -> Callable[..., Answer]:
-        """`tools.rl_check_status(run_id)` calls the tool of this name."""
-        if name not in TOOLS:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+def _logs(run: Run) -> dict[str, Any]:
+    return {part: run.logs.get(part, run.logs.get("trainer")) for part in PARTS}
 
-        def call(*args: Any, **kwargs: Any) -> Answer:
-            arguments = inspect.signature(TOOLS[name].fn).bind(None, *args, **kwargs).arguments
-            return self.call(name, {key: value for key, value in arguments.items() if key != "call"})
 
-        return call
-
-    @property
-    def pending(self) -> PendingRunConfig:
-        """The training that is being prepared; Refusal if no environment is selected."""
-        if self._pending is None:
-            raise Refusal(
-                "no environment is selected; call rl_select_environment first, rl_list_environments has names"
-            )
-        return self._pending
-
-    def select(self, name: str, progress: Progress) -> PendingRunConfig:
-        """Start with the own settings of an environment; earlier edits are dropped."""
-        discovery = discover()
-        names = [env.name for env in discovery.environments]
-        if name not in names:
-            raise Refusal(
-                f"there is no environment {short(name)!r}.{did_you_mean(name[:200], names)}",
-                available=closest(name, names),
-            )
-        env = discovery.named(name)
-        pending = PendingRunConfig.of(env, describe(env, None, self.site.limits, progress), self.site)
-        with self._lock:
-            self._pending = pending
-        return pending
-
-    def edit(self, field: str, value: Any) -> PendingRunConfig:
-        with self._lock:
-            self._pending = pending = self.pending.edit(field, value)
-        return pending
-
-    def run(self, run_id: str) -> Run:
-        """Find a run by its id. Invalid ids never reach files or SQL."""
-        text = f"there is no run {short(run_id)!r}; rl_list_runs names them"
-        if run_id.isalnum() and run_id.isascii() and len(run_id) <= 64:
-            try:
-                return self.manager.get(run_id)
-            except UnknownRun as error:
-                text = str(error)
-        raise Refusal(text, active_runs=self.manager.active_ids())
-
-    def seconds_to_wait(self, run: Run) -> float:
-        """Seconds until this run may be looked at again; 0 counts as a look. A new state may be seen immediately."""
-        now, pause_s = self._clock(), self.site.limits.status_check_minutes * 60
-        with self._lock:
-            state, when = self._looks.get(run.run_id, (None, 0.0))
-            wait_s = when + pause_s - now
-            if state == run.state and wait_s > 0 and run.is_active:
-                return wait_s
-            self._looks[run.run_id] = (run.state, now)
-            self._looks.move_to_end(run.run_id)
-            while len(self._looks) > _MAX_LOOKS:
-                self._looks.popitem(last=False)
-        return 0.0
+def _rates(report: Any) -> Any:
+    """Pass rates before and after, and of which split: held_out, or train where none was. The rest is in the file."""
+    if not isinstance(report, Mapping):
+        return None
+    scored = {when: report[when] for when in ("before", "after") if isinstance(report.get(when), Mapping)}
+    rates = {when: evaluation.get("pass_rate") for when, evaluation in scored.items()}
+    splits = [evaluation.get("split", "held_out") for evaluation in scored.values()]
+    return rates | ({"split": splits[-1]} if splits else {})
 
 
 def check_rl_python_version() -> bool:
@@ -353,38 +338,3 @@ def get_missing_keys(
     """The names of the keys that are needed and not set; W&B needs none offline, or after `wandb login`."""
     missing = [key for key in _BACKEND_KEYS[backend] if not environ.get(key)]
     return missing + (["WANDB_API_KEY"] if "wandb" in trackers and needs_wandb_key(environ) else [])
-
-
-class Clients:
-    """The sessions by client. When there are too many, the least recently used one is dropped; its runs stay."""
-
-    def __init__(self, make: Callable[[], RlTools], max_sessions: int = MAX_SESSIONS) -> None:
-        self._make = make
-        self._max_sessions = max_sessions
-        self._sessions: OrderedDict[str, RlTools] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def session(self, client: str) -> RlTools:
-        with self._lock:
-            if client not in self._sessions:
-                self._sessions[client] = self._make()
-                if len(self._sessions) > self._max_sessions:
-                    self._sessions.popitem(last=False)
-            self._sessions.move_to_end(client)
-            return self._sessions[client]
-
-
-async def call_in_thread(
-    tools: RlTools, name: str, arguments: Any, progress: Progress = lambda done, total, text: None
-) -> Answer:
-    """Call a tool from an event loop; cancelling the coroutine stops the work, too."""
-    cancelled = threading.Event()
-    try:
-        answer: Answer = await call_with_limit(
-            tools.call, name, arguments, progress=progress, cancelled=cancelled, timeout_s=_LONGEST_CALL_S
-        )
-        return answer
-    except OutOfThreads as error:
-        return {"error": str(error)}
-    finally:
-        cancelled.set()

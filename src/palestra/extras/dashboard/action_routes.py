@@ -48,8 +48,18 @@ class RescoreBody(Form):
     limit: int | None = Field(None, ge=1)
 
 
+def _post(path: str, form: type[Any], act: Callable[[Request, Any], Any], status: int = 200) -> Route:
+    """A route whose body is a form. Its handler runs in a thread: a stop waits, a form asks a process."""
+
+    async def handler(request: Request) -> Response:
+        body = await read_model(request, form)
+        return answer(await asyncio.to_thread(act, request, body), status)
+
+    return Route(path, handler, methods=["POST"])
+
+
 class ActionRoutes:
-    """Handlers that change something. Each runs in a thread: a stop waits, a form asks a process."""
+    """Handlers that change something."""
 
     def __init__(self, catalog: Catalog, jobs: Jobs, launcher: Launcher) -> None:
         self._catalog = catalog
@@ -57,57 +67,40 @@ class ActionRoutes:
         self._launcher = launcher
 
     def routes(self) -> list[Route]:
-        run = "/api/runs/{run}"
+        run, launcher = "/api/runs/{run}", self._launcher
         return [
-            Route("/api/environments", lambda request: answer(self._launcher.environments()), methods=["GET"]),
+            Route("/api/environments", lambda request: answer(launcher.environments()), methods=["GET"]),
             Route("/api/environment", self.environment, methods=["GET"]),
-            Route("/api/form", self._with(SubjectBody, self.form), methods=["POST"]),
-            Route("/api/form/check", self._with(SubjectBody, self.check), methods=["POST"]),
-            Route("/api/runs", self._with(SubjectBody, self.start), methods=["POST"]),
-            Route("/api/environments/test", self._with(TestBody, self.test), methods=["POST"]),
-            Route(f"{run}/stop", self._with(Form, self.stop), methods=["POST"]),
-            Route(f"{run}/resume", self._with(ResumeBody, self.resume), methods=["POST"]),
-            Route(f"{run}/export", self._with(ExportBody, self.export), methods=["POST"]),
-            Route(f"{run}/rescore", self._with(RescoreBody, self.rescore), methods=["POST"]),
+            _post("/api/form", SubjectBody, lambda request, body: launcher.form(body)),
+            _post("/api/form/check", SubjectBody, lambda request, body: {"errors": launcher.check(body)}),
+            _post("/api/runs", SubjectBody, lambda request, body: self._summary(launcher.start(body).run_id), 201),
+            _post("/api/environments/test", TestBody, self.test, 202),
+            _post(f"{run}/stop", Form, self.stop),
+            _post(f"{run}/resume", ResumeBody, self.resume),
+            _post(f"{run}/export", ExportBody, self.export, 202),
+            _post(f"{run}/rescore", RescoreBody, self.rescore, 202),
             Route(run, self.delete, methods=["DELETE"]),
         ]
-
-    def _with(self, form: type[Any], act: Callable[[Request, Any], Response]) -> Callable[[Request], Any]:
-        async def handler(request: Request) -> Response:
-            body = await read_model(request, form)
-            return await asyncio.to_thread(act, request, body)
-
-        return handler
 
     def environment(self, request: Request) -> Response:
         return answer(self._launcher.environment(request.query_params.get("name", "")))
 
-    def form(self, request: Request, body: SubjectBody) -> Response:
-        return answer(self._launcher.form(body))
+    def _summary(self, run_id: str) -> Any:
+        return {"run": summary(self._catalog.get(run_id))}
 
-    def check(self, request: Request, body: SubjectBody) -> Response:
-        return answer({"errors": self._launcher.check(body)})
+    def stop(self, request: Request, body: Form) -> Any:
+        return self._summary(self._catalog.manager.stop(self._allowed(request, "stop").id, wait_s=0.0).run_id)
 
-    def start(self, request: Request, body: SubjectBody) -> Response:
-        run = self._launcher.start(body)
-        return answer({"run": summary(self._catalog.get(run.run_id))}, 201)
-
-    def stop(self, request: Request, body: Form) -> Response:
-        entry = self._allowed(request, "stop")
-        self._catalog.manager.stop(entry.id, wait_s=0.0)
-        return answer({"run": summary(self._catalog.get(entry.id))})
-
-    def resume(self, request: Request, body: ResumeBody) -> Response:
+    def resume(self, request: Request, body: ResumeBody) -> Any:
         entry = self._allowed(request, "resume")
-        self._catalog.manager.resume(entry.id, max_steps=body.max_steps)
-        return answer({"run": summary(self._catalog.get(entry.id))})
+        return self._summary(self._catalog.manager.resume(entry.id, max_steps=body.max_steps).run_id)
 
     def delete(self, request: Request) -> Response:
         entry = self._allowed(request, "delete")
         self._catalog.manager.remove(entry.id, keep_folder=request.query_params.get("keep_folder") == "1")
         return answer({"deleted": entry.id})
 
-    def export(self, request: Request, body: ExportBody) -> Response:
+    def export(self, request: Request, body: ExportBody) -> Any:
         entry = self._allowed(request, "export")
         word = f"{entry.folder.path}@{body.checkpoint}" if body.checkpoint else str(entry.folder.path)
         export = command(["export", word, "--to", body.format, "--json"])
@@ -120,9 +113,9 @@ class ActionRoutes:
             names = [path.name] if path.is_file() else sorted(each.name for each in path.iterdir())
             return {**made, "files": names, "bytes": path.stat().st_size if path.is_file() else folder_size(path)}
 
-        return answer({"job": self._jobs.start("export", f"{entry.run.name} as {body.format}", work).to_dict()}, 202)
+        return self._jobs.start("export", f"{entry.run.name} as {body.format}", work).started
 
-    def rescore(self, request: Request, body: RescoreBody) -> Response:
+    def rescore(self, request: Request, body: RescoreBody) -> Any:
         entry = self._allowed(request, "rescore")
         measures = str(self._launcher.code_file(body.measures))
         words = ["rescore", str(entry.folder.path), "--measures", measures, "--kind", body.kind, "--json"]
@@ -138,13 +131,13 @@ class ActionRoutes:
                 change["rollout"] = rows[number] if number < len(rows) else None
             return made
 
-        return answer({"job": self._jobs.start("rescore", entry.run.name, work).to_dict()}, 202)
+        return self._jobs.start("rescore", entry.run.name, work).started
 
-    def test(self, request: Request, body: TestBody) -> Response:
-        def work(job: Job) -> Any:
-            return self._launcher.test(body, job.advance, job.cancelled)
-
-        return answer({"job": self._jobs.start("test", str(body.environment), work).to_dict()}, 202)
+    def test(self, request: Request, body: TestBody) -> Any:
+        test = self._launcher.test
+        return self._jobs.start(
+            "test", str(body.environment), lambda job: test(body, job.advance, job.cancelled)
+        ).started
 
     def _allowed(self, request: Request, action: str) -> CatalogRun:
         entry = self._catalog.get(request.path_params["run"])
@@ -179,6 +172,11 @@ class Job:
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "cancelled"}
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """The answer to the request that started it."""
+        return {"job": self.to_dict()}
 
     def run(self, work: Work) -> None:
         try:

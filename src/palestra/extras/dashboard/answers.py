@@ -73,6 +73,11 @@ def number(request: Request, name: str, default: float | None = None) -> float |
     return value
 
 
+def paged(total: int, start: int, limit: int) -> dict[str, Any]:
+    """The cursor of the next page, None at the end, and how many rows there are in all."""
+    return {"next": str(start + limit) if start + limit < total else None, "total": total}
+
+
 def whole(request: Request, name: str, default: int, most: int) -> int:
     """A whole number of the query, from 0 to `most`."""
     return int(max(0, min(most, number(request, name, default) or 0)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,9 +22,8 @@ from palestra.core.errors import PalestraError
 from palestra.extras.dashboard.action_routes import ActionRoutes, Jobs, Launcher
 from palestra.extras.dashboard.answers import answer
 from palestra.extras.dashboard.catalog import Catalog
-from palestra.extras.dashboard.chats import Chats
 from palestra.extras.dashboard.rollout_index import UnknownRollout
-from palestra.extras.dashboard.rollout_routes import RolloutRoutes
+from palestra.extras.dashboard.rollout_routes import rollout_routes
 from palestra.extras.dashboard.run_routes import RunRoutes
 from palestra.runs.index import UnknownRun
 from palestra.servers.web import error_body, refusal
@@ -120,7 +118,7 @@ def dashboard_app(
     catalog: Catalog, token: str, *, launcher: Launcher | None = None, path: Path | None = None
 ) -> Access:
     """The application; `path` was opened instead of the index of runs. Without a launcher it is read-only."""
-    jobs, chats = Jobs(), Chats(catalog)
+    jobs = Jobs()
     changing = [] if launcher is None else ActionRoutes(catalog, jobs, launcher).routes()
 
     def status(request: Request) -> Response:
@@ -134,17 +132,15 @@ def dashboard_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         jobs.close()
-        await asyncio.to_thread(chats.close)
 
     app = Starlette(
         routes=[
             Route("/", page, methods=["GET"]),
             Route("/api/status", status, methods=["GET"]),
             *RunRoutes(catalog).routes(),
-            *RolloutRoutes(catalog).routes(),
+            *rollout_routes(catalog),
             *changing,
             *jobs.routes(),
-            *(chats.routes() if launcher is not None else ()),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
         lifespan=lifespan,

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from palestra.core.run_folder import RunFolder
@@ -53,10 +52,11 @@ def measure_series(folder: RunFolder) -> dict[str, Any]:
     made = columns(by_step(folder.metrics()))
     series, steps = made["series"], made["step"]
     nothing: list[float | None] = [None] * len(steps)
-    of_measure = {row["name"]: row["rewarded"] for row in measures(folder)}
-    values = {name: series.get(f"score/{name}") or series.get(f"pass_rate/{name}") for name in of_measure}
-    rewarded = {name: values[name] for name, counts in of_measure.items() if counts and values[name]}
-    checks = {name: values[name] for name, counts in of_measure.items() if not counts and values[name]}
+    rewarded: dict[str, list[float | None]] = {}
+    checks: dict[str, list[float | None]] = {}
+    for row in measures(folder):
+        if values := series.get(f"score/{row['name']}") or series.get(f"pass_rate/{row['name']}"):
+            (rewarded if row["rewarded"] else checks)[row["name"]] = values
     if _HELD_OUT in series:
         checks["held-out"] = series[_HELD_OUT]
     reward = series.get("reward_mean", nothing)
@@ -79,7 +79,7 @@ def attempts_of(rows: Sequence[Any], rewarded: Mapping[str, bool]) -> Iterator[A
     highest = max((row["reward"] for row in rows), default=0.0)
     for row in rows:
         scores = json.loads(row["scores"])
-        verdicts = {name: bool(ok) for name, (_, ok, error) in scores.items() if ok is not None and not error}
+        verdicts = {n: s["passed"] for n, s in scores.items() if s["passed"] is not None and not s["error"]}
         counted = [passed for name, passed in verdicts.items() if rewarded.get(name, True)]
         success = all(counted) if counted else row["reward"] > highest / 2
         yield AttemptSummary(
@@ -97,34 +97,29 @@ Shapes = tuple[dict[str, Any], list[SuccessCluster]]  # the clusters as the page
 
 
 def _shapes(index: RolloutIndex) -> Shapes:
-    with index.open() as db:
-        newest = db.execute("SELECT max(id) FROM rollouts WHERE kind = 'train'").fetchone()[0]
+    newest = index.query("SELECT max(id) FROM rollouts WHERE kind = 'train'")[0][0]
     if newest is None:
         return {"clusters": []}, []
-    weights = tuple((row["name"], row["rewarded"]) for row in measures(index.folder))
-    return _find_shapes(str(index.folder.path), newest, weights)
+    return _find_shapes(index.folder, newest, tuple((row["name"], row["rewarded"]) for row in measures(index.folder)))
 
 
 @lru_cache(maxsize=8)
-def _find_shapes(folder: str, newest: int, weights: tuple[tuple[str, bool], ...]) -> Shapes:
+def _find_shapes(folder: RunFolder, newest: int, weights: tuple[tuple[str, bool], ...]) -> Shapes:
     """The clusters, computed again when there are new rollouts."""
-    index = RolloutIndex(RunFolder(Path(folder)))
-    with index.open() as db:
-        (count,) = db.execute("SELECT count(*) FROM rollouts WHERE kind = 'train'").fetchone()
-        every = -(-count // _MAX_ATTEMPTS)
-        rows = db.execute("SELECT * FROM rollouts WHERE kind = 'train' AND id % ? = 0 ORDER BY id", (every,)).fetchall()
+    index = RolloutIndex(folder)
+    count = index.query("SELECT count(*) FROM rollouts WHERE kind = 'train'")[0][0]
+    every = -(-count // _MAX_ATTEMPTS)
+    rows = index.query("SELECT * FROM rollouts WHERE kind = 'train' AND id % ? = 0 ORDER BY id", every)
     steps, clusters = find_clusters(list(attempts_of(rows, dict(weights))))
     by_id = {row["id"]: row for row in rows}
     return {"cluster_steps": steps, "clusters": [_cluster(cluster, by_id) for cluster in clusters]}, clusters
 
 
 def _cluster(cluster: SuccessCluster, rows: Mapping[int, Any]) -> dict[str, Any]:
-    shape, members = cluster.shape, cluster.members
+    members = cluster.members
     return {
-        "shape": str(shape),
-        "tools": list(shape.tools),
-        "length": shape.length,
-        "phrase": shape.phrase,
+        "shape": str(cluster.shape),
+        **asdict(cluster.shape),
         "count": len(members),
         "first_step": members[0].step,
         "growth": cluster.growth,

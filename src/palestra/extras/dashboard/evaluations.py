@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate, combinations, groupby, pairwise
+from statistics import fmean
 from typing import Any
 
 from palestra.core.errors import PalestraError, SettingError
@@ -13,6 +14,7 @@ from palestra.core.files import read_regular
 from palestra.core.run_folder import STATE, EvalName, RunFolder
 from palestra.evals.case_rates import CaseKind, CaseRates
 from palestra.evals.report import Rate, pair
+from palestra.extras.dashboard.answers import paged
 from palestra.extras.dashboard.rollout_index import RolloutIndex, UnknownRollout
 from palestra.extras.dashboard.rollout_row import shown
 from palestra.extras.dashboard.summaries import by_step, columns
@@ -47,7 +49,7 @@ def _evaluation(name: EvalName, rows: list[dict[str, Any]], last_step: float) ->
         "name": str(name),
         "step": 0 if name == "before" else name if isinstance(name, int) else last_step,
         "n": len(rows),
-        "mean_reward": sum(row["reward"] for row in judged) / len(judged) if judged else None,
+        "mean_reward": _mean([row["reward"] for row in judged]),
         "pass_rate": asdict(Rate.of(sum(bool(row["passed"]) for row in judged), len(judged))),
         "measures": [_measure(measure, judged) for measure in measures],
     }
@@ -56,12 +58,12 @@ def _evaluation(name: EvalName, rows: list[dict[str, Any]], last_step: float) ->
 def _measure(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     scores = [row["scores"][name] for row in rows if name in row["scores"] and not row["scores"][name]["error"]]
     verdicts = [score["passed"] for score in scores if score["passed"] is not None]
-    values = [score["value"] for score in scores]
-    return {
-        "name": name,
-        "pass_rate": asdict(Rate.of(sum(map(bool, verdicts)), len(verdicts))),
-        "mean_value": sum(values) / len(values) if values else None,
-    }
+    rate, value = asdict(Rate.of(sum(map(bool, verdicts)), len(verdicts))), _mean([score["value"] for score in scores])
+    return {"name": name, "pass_rate": rate, "mean_value": value}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _flips(first: str, last: str, rows: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -139,9 +141,11 @@ def _flips_between(folders: Mapping[str, RunFolder]) -> list[dict[str, Any]]:
     return rows
 
 
-_SORTS = ("flips", "hardest", "id")
-_VISIT = "WITH visits AS (SELECT problem_id, group_id, min(id) AS first_id, step, count(*) AS attempts, " \
-    "avg(passed) AS rate FROM rollouts WHERE kind = 'train' GROUP BY problem_id, group_id)"  # fmt: skip
+_SORTS: Mapping[str, Callable[[dict[str, Any]], float]] = {
+    "flips": lambda row: -row["flips"],
+    "hardest": lambda row: row["last_rate"],
+    "id": lambda row: 0,
+}
 
 
 def problems(index: RolloutIndex, sort: str, limit: int, start: int) -> dict[str, Any]:
@@ -149,33 +153,31 @@ def problems(index: RolloutIndex, sort: str, limit: int, start: int) -> dict[str
     if sort not in _SORTS:
         raise SettingError(f"sort={sort[:40]!r} is unknown; expected one of {', '.join(_SORTS)}")
     kinds = _sampling(index.folder)
-    with index.open() as db:
-        visits = db.execute(f"{_VISIT} SELECT * FROM visits ORDER BY problem_id, first_id").fetchall()
-        rows = []
-        for problem, members in groupby(visits, lambda visit: visit["problem_id"]):
-            own = list(members)
-            rates = [visit["rate"] for visit in own]
-            flips = sum(_flip(a, b) is not None for a, b in pairwise(rates))
-            rows.append(
-                {
-                    "problem_id": problem,
-                    "attempts": sum(visit["attempts"] for visit in own),
-                    "groups": len(own),
-                    "first_rate": rates[0],
-                    "last_rate": rates[-1],
-                    "flips": flips,
-                    "sampling": None if kinds is None else kinds.get(problem, "untested"),
-                    "first_id": own[0]["first_id"],
-                }
-            )
-        order = {"flips": lambda row: -row["flips"], "hardest": lambda row: row["last_rate"], "id": lambda row: 0}
-        rows.sort(key=order[sort])
-        page = rows[start : start + limit]
-        for row in page:
-            found_id = row.pop("first_id")
-            row["question"] = db.execute("SELECT question FROM rollouts WHERE id = ?", (found_id,)).fetchone()[0]
-    following = start + limit
-    return {"problems": page, "next": str(following) if following < len(rows) else None, "total": len(rows)}
+    rows = []
+    visits = index.query(
+        "SELECT problem_id, min(id) AS first_id, count(*) AS attempts, avg(passed) AS rate FROM rollouts "
+        "WHERE kind = 'train' GROUP BY problem_id, group_id ORDER BY problem_id, first_id"
+    )
+    for problem, members in groupby(visits, lambda visit: visit["problem_id"]):
+        own = list(members)
+        rates = [visit["rate"] for visit in own]
+        rows.append(
+            {
+                "problem_id": problem,
+                "attempts": sum(visit["attempts"] for visit in own),
+                "groups": len(own),
+                "first_rate": rates[0],
+                "last_rate": rates[-1],
+                "flips": sum(_flip(a, b) is not None for a, b in pairwise(rates)),
+                "sampling": None if kinds is None else kinds.get(problem, "untested"),
+                "first_id": own[0]["first_id"],
+            }
+        )
+    rows.sort(key=_SORTS[sort])
+    page = rows[start : start + limit]
+    for row in page:
+        row["question"] = index.query("SELECT question FROM rollouts WHERE id = ?", row.pop("first_id"))[0][0]
+    return {"problems": page, **paged(len(rows), start, limit)}
 
 
 def _sampling(folder: RunFolder) -> dict[str, CaseKind] | None:
@@ -198,8 +200,7 @@ def problem(index: RolloutIndex, problem_id: str, kind: str = "train") -> dict[s
     Held-out problems may be numbered like those of training and be others: where training (or, by `kind`, the
     evaluations) has the id, of the other side only what asks the same belongs to it.
     """
-    with index.open() as db:
-        same_id = db.execute("SELECT * FROM rollouts WHERE problem_id = ? ORDER BY id", (problem_id,)).fetchall()
+    same_id = index.query("SELECT * FROM rollouts WHERE problem_id = ? ORDER BY id", problem_id)
     if not same_id:
         raise UnknownRollout(f"there is no problem {problem_id[:80]!r} in this run")
     own = [row for row in same_id if (row["kind"] == "train") == (kind == "train")] or same_id
@@ -213,8 +214,8 @@ def problem(index: RolloutIndex, problem_id: str, kind: str = "train") -> dict[s
                 "kind": members[0]["kind"],
                 "step": members[0]["step"],
                 "group": group_id,
-                "pass_rate": sum(row["passed"] for row in members) / len(members),
-                "reward_mean": sum(row["reward"] for row in members) / len(members),
+                "pass_rate": fmean(row["passed"] for row in members),
+                "reward_mean": fmean(row["reward"] for row in members),
                 "rollouts": [shown(row) for row in members],
             }
         )

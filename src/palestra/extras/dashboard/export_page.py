@@ -21,32 +21,22 @@ _HIDDEN = re.compile(
 )
 
 
-def rollout_page(run: str, rollout: Mapping[str, Any]) -> str:
-    return _page(f"rollout {rollout['id']} of {run}", [{**rollout, "rollouts": [rollout]}])
-
-
-def group_page(run: str, group: Mapping[str, Any]) -> str:
-    return _page(f"group {group['id']} of {run}", [group])
+def record_page(kind: str, run: str, record: Mapping[str, Any]) -> str:
+    """The page of a rollout or a group, by its `kind`."""
+    return _page(f"{kind} {record['id']} of {run}", [{"rollouts": [record], **record}])
 
 
 def page_of_run(folder: RunFolder, groups: int | None = None) -> str:
-    """The page of a run with up to `groups` groups."""
-    return run_page(RolloutIndex(folder), groups or MAX_GROUPS)
-
-
-def run_page(index: RolloutIndex, max_groups: int = MAX_GROUPS) -> str:
-    """The evaluation, the curves, and groups from the beginning to the end of training, with signal where possible."""
-    folder = index.folder
+    """The evaluation, the curves, and up to `groups` groups from all of training, with signal where possible."""
+    index = RolloutIndex(folder)
     index.update()
     # One group out of each of `count` equal parts: the first whose rewards differ, since GRPO learned from it.
-    with index.open() as db:
-        rows = db.execute(
-            "SELECT group_id, min(reward) < max(reward) FROM rollouts WHERE kind = 'train' GROUP BY group_id ORDER BY 1"
-        ).fetchall()
-    count = min(max_groups, len(rows))
+    rows = index.query(
+        "SELECT group_id, min(reward) < max(reward) FROM rollouts WHERE kind = 'train' GROUP BY group_id ORDER BY 1"
+    )
+    count = min(MAX_GROUPS if groups is None else groups, len(rows))
     parts = (rows[i * len(rows) // count : (i + 1) * len(rows) // count] for i in range(count))
-    chosen, total = ([max(part, key=lambda row: row[1])[0] for part in parts], len(rows))
-    groups = [transcripts.group(index, group_id) for group_id in chosen]
+    shown = [transcripts.group(index, max(part, key=lambda row: row[1])[0]) for part in parts]
     report = folder.report() or {}
     steps = folder.metrics()
     curves = {name: [(row["step"], row[name]) for row in steps if name in row] for name in ("reward_mean", "pass_rate")}
@@ -54,8 +44,8 @@ def run_page(index: RolloutIndex, max_groups: int = MAX_GROUPS) -> str:
     changes = [row for row in report.get("changes") or () if {"name", "before", "after"} <= set(row)]
     changes = changes if len(changes) > 2 else changes[:1]  # with a single measure, "all measures" is the same again
     findings = [row for row in report.get("findings") or () if "sentence" in row]
-    about = {"steps": len(steps), "total": total, "changes": changes, "findings": findings, "charts": charts}
-    return _page(folder.path.name, groups, about)
+    about = {"steps": len(steps), "total": len(rows), "changes": changes, "findings": findings, "charts": charts}
+    return _page(folder.path.name, shown, about)
 
 
 def reveal(text: Any) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import NamedTuple
@@ -158,8 +158,7 @@ def find_clusters(attempts: Sequence[AttemptSummary]) -> tuple[list[int], list[S
     window = _window(len(steps))
     early, late = set(steps[:window]), set(steps[-window:])
     phrases = spreading_phrases(attempts, early, late)
-    first = [a.tokens for a in successes if a.step in early] or [a.tokens for a in successes]
-    usual = median(first)
+    usual = median([a.tokens for a in successes if a.step in early] or [a.tokens for a in successes])
     members: dict[Shape, list[AttemptSummary]] = {}
     for attempt in successes:
         text = f" {' '.join(_words(attempt.text))} "
@@ -168,7 +167,23 @@ def find_clusters(attempts: Sequence[AttemptSummary]) -> tuple[list[int], list[S
         tools = attempt.tools[:_MAX_TOOLS] + (("…",) if len(attempt.tools) > _MAX_TOOLS else ())
         members.setdefault(Shape(tools, length, phrase), []).append(attempt)
     totals = Counter(attempt.step for attempt in successes)
-    clusters = [_cluster(shape, own, steps, totals, early, late) for shape, own in members.items()]
+
+    def cluster(shape: Shape, own: list[AttemptSummary]) -> SuccessCluster:
+        counts = Counter(attempt.step for attempt in own)
+        verdicts = [attempt.confirmed for attempt in own if attempt.confirmed is not None]
+
+        def share(window: Collection[int]) -> float:
+            return sum(counts[step] for step in window) / max(1, sum(totals[step] for step in window))
+
+        return SuccessCluster(
+            shape,
+            tuple(sorted(own, key=lambda attempt: attempt.id)),
+            tuple(share([step]) for step in steps),
+            share(late) - share(early),
+            fmean(verdicts) if verdicts else None,
+        )
+
+    clusters = [cluster(shape, own) for shape, own in members.items()]
     clusters.sort(key=lambda cluster: (cluster.growth, len(cluster.members)), reverse=True)
     return steps, clusters[:_MAX_CLUSTERS]
 
@@ -235,21 +250,3 @@ def _phrase_shares(attempts: Sequence[AttemptSummary]) -> dict[str, float]:
 
 def _words(text: str) -> list[str]:
     return _WORD.findall(_DIGITS.sub("0", text.lower()))[:100]
-
-
-def _cluster(
-    shape: Shape, members: list[AttemptSummary], steps: list[int], totals: Counter[int], early: set[int], late: set[int]
-) -> SuccessCluster:
-    counts = Counter(attempt.step for attempt in members)
-    verdicts = [attempt.confirmed for attempt in members if attempt.confirmed is not None]
-
-    def share(window: set[int]) -> float:
-        return sum(counts[step] for step in window) / max(1, sum(totals[step] for step in window))
-
-    return SuccessCluster(
-        shape,
-        tuple(sorted(members, key=lambda attempt: attempt.id)),
-        tuple(counts[step] / max(1, totals[step]) for step in steps),
-        share(late) - share(early),
-        fmean(verdicts) if verdicts else None,
-    )

@@ -19,12 +19,17 @@ import numpy as np
 from palestra.core.errors import NotFoundError, StorageError
 from palestra.core.files import cache_folder
 from palestra.core.run_folder import RunFolder
-from palestra.extras.dashboard.rollout_row import COLUMNS, columns_of, parse, search_text, shown
+from palestra.extras.dashboard.rollout_row import columns_of, parse, search_text, shown
 
-_VERSION = 1
+_VERSION = 2
 _BATCH = 200  # lines of one transaction
 _BUSY_S = 30.0
-_SCHEMA = """
+ADVANTAGE = "coalesce(advantage, -1e18)"  # to sort by: those that are not known are the lowest
+_SCHEMA = f"""
+DROP TABLE IF EXISTS sources;
+DROP TABLE IF EXISTS counter;
+DROP TABLE IF EXISTS rollouts;
+DROP TABLE IF EXISTS texts;
 CREATE TABLE sources (kind TEXT PRIMARY KEY, inode INTEGER NOT NULL, position INTEGER NOT NULL);
 CREATE TABLE counter (next_id INTEGER NOT NULL);
 INSERT INTO counter VALUES (1);
@@ -38,11 +43,12 @@ CREATE TABLE rollouts (
 );
 CREATE INDEX by_step ON rollouts (kind, step, id);
 CREATE INDEX by_reward ON rollouts (kind, reward, id);
-CREATE INDEX by_advantage ON rollouts (kind, advantage, id);
+CREATE INDEX by_advantage ON rollouts (kind, {ADVANTAGE}, id);
 CREATE INDEX by_tokens ON rollouts (kind, sampled_tokens, id);
 CREATE INDEX by_problem ON rollouts (problem_id, id);
 CREATE INDEX by_group ON rollouts (group_id);
 CREATE VIRTUAL TABLE texts USING fts5 (text, content='', tokenize="unicode61 tokenchars '_'");
+PRAGMA user_version = {_VERSION};
 """
 
 
@@ -100,16 +106,18 @@ class RolloutIndex:
     def rows_of(self, kind: str) -> list[dict[str, Any]]:
         """All rows of a kind, oldest first."""
         self.update([kind])
+        return [shown(row) for row in self.query("SELECT * FROM rollouts WHERE kind = ? ORDER BY id", kind)]
+
+    def query(self, sql: str, *values: Any) -> list[sqlite3.Row]:
+        """All rows of one query."""
         with self.open() as db:
-            found = db.execute("SELECT * FROM rollouts WHERE kind = ? ORDER BY id", (kind,))
-            return [shown(row) for row in found]
+            return db.execute(sql, values).fetchall()
 
     def row(self, rollout_id: int) -> sqlite3.Row:
-        with self.open() as db:
-            row: sqlite3.Row | None = db.execute("SELECT * FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
-        if row is None:
+        rows = self.query("SELECT * FROM rollouts WHERE id = ?", rollout_id)
+        if not rows:
             raise UnknownRollout(f"there is no rollout {rollout_id} in this run")
-        return row
+        return rows[0]
 
     def record(self, row: sqlite3.Row) -> dict[str, Any]:
         """The whole rollout, by one read of its line."""
@@ -125,18 +133,13 @@ class RolloutIndex:
 
     def _batch(self, db: sqlite3.Connection, kind: str, path: Path) -> tuple[int, bool]:
         """Index some lines; gives the position after them, and whether these were the last."""
-        db.execute("BEGIN IMMEDIATE")
-        try:
-            with path.open("rb") as file:
-                position = _checked_position(db, kind, file)
-                file.seek(position)
-                position, ended = self._add_lines(db, kind, file, position)
+        with db, path.open("rb") as file:  # one transaction
+            db.execute("BEGIN IMMEDIATE")
+            position = _checked_position(db, kind, file)
+            file.seek(position)
+            position, ended = self._add_lines(db, kind, file, position)
             inode = path.stat().st_ino
             db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?)", (kind, inode, position))
-            db.execute("COMMIT")
-        except BaseException:
-            db.execute("ROLLBACK")
-            raise
         return position, ended
 
     def _add_lines(self, db: sqlite3.Connection, kind: str, file: IO[bytes], position: int) -> tuple[int, bool]:
@@ -148,8 +151,7 @@ class RolloutIndex:
         (next_id,) = db.execute("SELECT next_id FROM counter").fetchone()
         rows: list[dict[str, Any]] = []
         texts: list[tuple[int, str]] = []
-        ended = True
-        advantages = _Advantages(self.folder)
+        ended, table_step, table = True, None, None
         for line in file:
             if not line.endswith(b"\n"):  # it is being written
                 break
@@ -159,7 +161,9 @@ class RolloutIndex:
                     step = kind if kind.isdecimal() else 0
                 row |= {"id": next_id, "kind": kind, "step": int(step), "start": position}
                 row |= {"length": len(line), "checksum": zlib.crc32(line), **_place(row, record, previous)}
-                row["advantage"] = advantages.of(row, record) if kind == "train" else None
+                if kind == "train" and table_step != row["step"]:
+                    table_step, table = row["step"], token_table(self.folder, row["step"])
+                row["advantage"] = None if table is None else _advantage(table, row, record)
                 rows.append(row)
                 texts.append((next_id, search_text(record)))
                 previous, next_id = row, next_id + 1
@@ -167,7 +171,10 @@ class RolloutIndex:
             if len(rows) >= _BATCH:
                 ended = False
                 break
-        db.executemany(f"INSERT INTO rollouts VALUES ({', '.join(f':{name}' for name in COLUMNS)})", rows)
+        if rows:
+            names = [name for name in rows[0] if name != "group_number"]
+            values = ", ".join(f":{name}" for name in names)
+            db.executemany(f"INSERT INTO rollouts ({', '.join(names)}) VALUES ({values})", rows)
         db.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", texts)
         db.execute("UPDATE counter SET next_id = ?", (next_id,))
         if kind == "train":
@@ -196,15 +203,11 @@ def _connect(path: Path) -> sqlite3.Connection:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version != _VERSION:
             db.execute("PRAGMA journal_mode = WAL")
-            db.execute("BEGIN IMMEDIATE")
-            (version,) = db.execute("PRAGMA user_version").fetchone()  # another process may have been faster
-            if version != _VERSION:
-                for name in ("sources", "counter", "rollouts", "texts"):
-                    db.execute(f"DROP TABLE IF EXISTS {name}")
-                for statement in filter(str.strip, _SCHEMA.split(";")):
+            with db:
+                db.execute("BEGIN IMMEDIATE")
+                (version,) = db.execute("PRAGMA user_version").fetchone()  # another process may have been faster
+                for statement in _SCHEMA.split(";\n") if version != _VERSION else ():
                     db.execute(statement)
-                db.execute(f"PRAGMA user_version = {_VERSION}")
-            db.execute("COMMIT")
         db.execute("PRAGMA synchronous = NORMAL")
     except BaseException:
         db.close()
@@ -271,29 +274,17 @@ def _place(row: dict[str, Any], record: dict[str, Any], previous: dict[str, Any]
     return place | {"group_id": previous["group_id"], "sibling": previous["sibling"] + 1}
 
 
-class _Advantages:
-    """The advantages by which rollouts were trained, from the token files."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._step: int | None = None
-        self._values: Any = None
-
-    def of(self, row: dict[str, Any], record: dict[str, Any]) -> float | None:
-        """The advantage of its first sampled token; None if unknown."""
-        if row["step"] != self._step:
-            self._step, self._values = row["step"], token_table(self._folder, row["step"])
-        first = 0
-        for turn in record.get("turns") or ():
-            if turn.get("maker") == "model" and turn.get("token_ids"):
-                break
-            first += len(turn.get("token_ids") or ())
-        else:
-            return None
-        if self._values is None or row["token_start"] + row["tokens"] > len(self._values):
-            return None
-        value = float(self._values[row["token_start"] + first]["advantage"])
-        return None if np.isnan(value) else value
+def _advantage(table: Any, row: dict[str, Any], record: dict[str, Any]) -> float | None:
+    """The advantage of its first sampled token, by the token file of its step; None if unknown."""
+    first = 0
+    for turn in record.get("turns") or ():
+        if turn.get("maker") == "model" and turn.get("token_ids"):
+            if row["token_start"] + row["tokens"] > len(table):
+                return None
+            value = float(table[row["token_start"] + first]["advantage"])
+            return None if np.isnan(value) else value
+        first += len(turn.get("token_ids") or ())
+    return None
 
 
 def token_table(folder: RunFolder, step: int) -> Any:

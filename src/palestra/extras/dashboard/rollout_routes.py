@@ -8,6 +8,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -20,8 +21,8 @@ from palestra.extras.dashboard import evaluations, transcripts
 from palestra.extras.dashboard.answers import answer, whole
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.extras.dashboard.cheating import ids_of_shape, reward_hacking
-from palestra.extras.dashboard.export_page import MAX_GROUPS, group_page, rollout_page, run_page
-from palestra.extras.dashboard.rollout_index import RolloutIndex
+from palestra.extras.dashboard.export_page import MAX_GROUPS, page_of_run, record_page
+from palestra.extras.dashboard.rollout_index import ADVANTAGE, RolloutIndex
 from palestra.extras.dashboard.rollout_row import search_text, shown, snippet
 from palestra.extras.dashboard.transcripts import require_id
 from palestra.servers.body import parse
@@ -32,8 +33,8 @@ _SORTS = {
     "oldest": ("id", "ASC"),
     "reward": ("reward", "ASC"),
     "-reward": ("reward", "DESC"),
-    "advantage": ("advantage", "ASC"),
-    "-advantage": ("advantage", "DESC"),
+    "advantage": (ADVANTAGE, "ASC"),
+    "-advantage": (ADVANTAGE, "DESC"),
     "tokens": ("sampled_tokens", "ASC"),
     "-tokens": ("sampled_tokens", "DESC"),
 }
@@ -86,7 +87,7 @@ class RolloutQuery(BaseModel):
             ("id IN (SELECT rowid FROM texts WHERE texts MATCH ?)", match(self.q)),
         ]
         if self.measure is not None and self.measure_passed is not None:
-            place = '$."' + self.measure.replace('"', "") + '"[1]'
+            place = '$."' + self.measure.replace('"', "") + '".passed'
             asked += [(f"json_extract(scores, ?) = {int(self.measure_passed)}", place)]
         used = [(condition, value) for condition, value in asked if value is not None]
         return [condition for condition, _ in used], [value for _, value in used]
@@ -114,18 +115,20 @@ def find(index: RolloutIndex, query: RolloutQuery) -> dict[str, Any]:
     with index.open() as db:
         try:
             count = db.execute(f"SELECT count(*) FROM rollouts WHERE {' AND '.join(conditions)}", values).fetchone()[0]
-            after, further = _after(query.cursor, column, direction)
+            if query.cursor:
+                conditions.append(f"({column}, id) {'<' if direction == 'DESC' else '>'} (?, ?)")
+                values += _last_place(query.cursor)
             if column == "id":  # by the id, and not by an index of the kind, all of which would have to be sorted
                 conditions = [condition.replace("kind =", "+kind =") for condition in conditions]
             rows = db.execute(
-                f"SELECT * FROM rollouts WHERE {' AND '.join([*conditions, *after])} "
+                f"SELECT *, {column} AS place FROM rollouts WHERE {' AND '.join(conditions)} "
                 f"ORDER BY {column} {direction}, id {direction} LIMIT ?",
-                [*values, *further, query.limit + 1],
+                [*values, query.limit + 1],
             ).fetchall()
         except sqlite3.OperationalError as error:
             raise InputError(f"the search {query.q[:80]!r} cannot be understood ({error}); use plain words") from None
     page = rows[: query.limit]
-    following = json.dumps([page[-1][column], page[-1]["id"]]) if len(rows) > len(page) and page else None
+    following = json.dumps([page[-1]["place"], page[-1]["id"]]) if len(rows) > len(page) and page else None
     rollouts = [shown(row) for row in page]
     if words := [phrase or word.rstrip("*") for phrase, word in _WORD.findall(query.q)]:
         for row, rollout in zip(page, rollouts, strict=True):
@@ -136,22 +139,15 @@ def find(index: RolloutIndex, query: RolloutQuery) -> dict[str, Any]:
     return {"rollouts": rollouts, "next": following, "count": count}
 
 
-def _after(cursor: str | None, column: str, direction: str) -> tuple[list[str], list[Any]]:
-    if not cursor:
-        return [], []
+def _last_place(cursor: str) -> tuple[float, int]:
+    """The sorted column and the id of the last row of the page before."""
     try:
         value, last_id = json.loads(cursor)
-        is_known = type(last_id) is int and (value is None or type(value) in (int, float))
-        if not is_known or any(abs(part) >= 2**63 for part in (value or 0, last_id)):
+        if type(last_id) is not int or type(value) not in (int, float) or max(abs(value), abs(last_id)) >= 2**63:
             raise ValueError
     except (ValueError, TypeError, RecursionError):
         raise SettingError(f"cursor={cursor[:40]!r} is not one that an answer gave as `next`") from None
-    sign = "<" if direction == "DESC" else ">"
-    if value is None:  # advantages that are not known come first, or last, all together
-        unknown = f"({column} IS NULL AND id {sign} ?)"
-        return [unknown if direction == "DESC" else f"({unknown} OR {column} IS NOT NULL)"], [last_id]
-    later = f"({column}, id) {sign} (?, ?)"
-    return [later if direction == "ASC" else f"({later} OR {column} IS NULL)"], [value, last_id]
+    return value, last_id
 
 
 def facets(index: RolloutIndex) -> dict[str, Any]:
@@ -198,45 +194,41 @@ _MAX_TEXT = 1_000_000
 Read = Callable[[RolloutIndex, Request], "dict[str, Any] | Response"]
 
 
-class RolloutRoutes:
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._indexing: set[str] = set()
-        self._lock = threading.Lock()
+def rollout_routes(catalog: Catalog) -> list[Route]:
+    """The routes of `_READS`. Each answer says which share of the run's files is indexed."""
+    indexing: set[str] = set()  # by threads
+    lock = threading.Lock()
 
-    def routes(self) -> list[Route]:
-        return [
-            Route(f"/api/runs/{{run}}{path}", self._handler(read), methods=["GET"]) for path, read in _READS.items()
-        ]
-
-    def _handler(self, read: Read) -> Callable[[Request], Response]:
-        def handle(request: Request) -> Response:
-            index, share = self._index(request)
-            result = read(index, request)
-            return result if isinstance(result, Response) else answer({**result, "indexed": share})
-
-        return handle
-
-    def _index(self, request: Request) -> tuple[RolloutIndex, float]:
-        """The run's index, and the share of its files that is in it. The first look at a large run does not wait."""
-        index = RolloutIndex(self._catalog.get(request.path_params["run"]).folder)
+    def bring_up_to_date(index: RolloutIndex) -> float:
+        """The first look at a large run does not wait: a thread continues."""
         key = str(index.folder.path)
 
         def index_rest() -> None:
             try:
                 index.update()
             finally:
-                with self._lock:
-                    self._indexing.discard(key)
+                with lock:
+                    indexing.discard(key)
 
-        with self._lock:
-            busy = key in self._indexing
+        with lock:
+            busy = key in indexing
         share = index.update(within_s=0.0 if busy else _WITHIN_S)
         if share < 1.0 and not busy:
-            with self._lock:
-                self._indexing.add(key)
+            with lock:
+                indexing.add(key)
             threading.Thread(target=index_rest, name="palestra-index", daemon=True).start()
-        return index, share
+        return share
+
+    def route(path: str, read: Read) -> Route:
+        def handle(request: Request) -> Response:
+            index = RolloutIndex(catalog.get(request.path_params["run"]).folder)
+            share = bring_up_to_date(index)
+            result = read(index, request)
+            return result if isinstance(result, Response) else answer({**result, "indexed": share})
+
+        return Route(f"/api/runs/{{run}}{path}", handle, methods=["GET"])
+
+    return [route(path, read) for path, read in _READS.items()]
 
 
 def _rollouts(index: RolloutIndex, request: Request) -> dict[str, Any]:
@@ -262,17 +254,14 @@ def _problems(index: RolloutIndex, request: Request) -> dict[str, Any]:
     return evaluations.problems(index, sort, whole(request, "limit", _PAGE, _MAX_PAGE) or _PAGE, start)
 
 
-def _export(index: RolloutIndex, request: Request) -> Response:
-    """A rollout or a group, by the path, as a file."""
-    is_group, name = request.url.path.split("/")[-3] == "groups", index.folder.path.name
-    read, page = (transcripts.group, group_page) if is_group else (transcripts.rollout, rollout_page)
+def _export(kind: str, read: Callable[..., Any], index: RolloutIndex, request: Request) -> Response:
     record = read(index, _id(request), max_chars=None)
-    return _attachment(page(name, record), f"{'group' if is_group else 'rollout'}-{record['id']}.html")
+    return _attachment(record_page(kind, index.folder.path.name, record), f"{kind}-{record['id']}.html")
 
 
 def _export_run(index: RolloutIndex, request: Request) -> Response:
     groups = whole(request, "groups", MAX_GROUPS, _MAX_PAGE)
-    return _attachment(run_page(index, groups), f"{index.folder.path.name}.html")
+    return _attachment(page_of_run(index.folder, groups), f"{index.folder.path.name}.html")
 
 
 def _id(request: Request) -> int:
@@ -294,9 +283,9 @@ _READS: dict[str, Read] = {
     "/rollouts/{id}": lambda index, request: transcripts.rollout(index, _id(request)),
     "/rollouts/{id}/messages/{message}": _message,
     "/rollouts/{id}/tokens": _tokens,
-    "/rollouts/{id}/export.html": _export,
+    "/rollouts/{id}/export.html": partial(_export, "rollout", transcripts.rollout),
     "/groups/{id}": lambda index, request: transcripts.group(index, _id(request)),
-    "/groups/{id}/export.html": _export,
+    "/groups/{id}/export.html": partial(_export, "group", transcripts.group),
     "/export.html": _export_run,
     "/problems": _problems,
     "/problem": lambda index, request: evaluations.problem(

@@ -10,11 +10,6 @@ from typing import Any
 
 from palestra.core.text import as_text
 
-COLUMNS = (
-    "id", "kind", "step", "group_id", "problem_id", "start", "length", "checksum", "token_start", "tokens",
-    "sampled_tokens", "turns", "tool_calls", "tools", "reward", "advantage", "passed", "stop", "error", "seconds",
-    "scores", "question", "answer", "sibling",
-)  # fmt: skip
 _SHOWN = ("id", "kind", "step", "problem_id", "reward", "advantage", "stop", "error", "tokens", "sampled_tokens",
           "turns", "tool_calls", "seconds", "question", "answer")  # fmt: skip
 _TEASER = 200  # characters of a question
@@ -102,7 +97,7 @@ def columns_of(record: Mapping[str, Any]) -> dict[str, Any]:
         "turns": len(sampled) or sum(m["role"] == "assistant" for m in messages),
         "tool_calls": len(calls),
         "tools": clean(json.dumps(calls[:_TOOLS], ensure_ascii=False)),
-        "scores": clean(json.dumps({name: _short(score) for name, score in scores_of(record).items()})),
+        "scores": clean(json.dumps({name: _verdict(score) for name, score in scores_of(record).items()})),
         "question": teaser(next((m["text"] for m in messages if m["role"] == "user"), ""), _TEASER),
         "answer": teaser(next((m["text"] for m in reversed(messages) if m["role"] == "assistant"), "")),
     }
@@ -110,13 +105,8 @@ def columns_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def shown(row: Any) -> dict[str, Any]:
     """A row of the index as the pages get it."""
-    scores = {
-        name: {"value": value, "passed": None if passed is None else bool(passed), "error": bool(error)}
-        for name, (value, passed, error) in json.loads(row["scores"]).items()
-    }
-    columns = {name: row[name] for name in _SHOWN}
-    more = {"group": row["group_id"], "passed": bool(row["passed"]), "tools": json.loads(row["tools"])}
-    return {**columns, **more, "scores": scores}
+    columns = {name: row[name] for name in _SHOWN} | {name: json.loads(row[name]) for name in ("tools", "scores")}
+    return columns | {"group": row["group_id"], "passed": bool(row["passed"])}
 
 
 def messages_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -194,9 +184,9 @@ def clean(value: Any) -> str:
     return as_text(value).replace("\0", "\ufffd")
 
 
-def _short(score: Mapping[str, Any]) -> list[Any]:
-    passed = score.get("passed")
-    return [_number(score.get("value")), None if passed is None else int(bool(passed)), int(bool(score.get("error")))]
+def _verdict(score: Mapping[str, Any]) -> dict[str, Any]:
+    passed = None if score.get("passed") is None else bool(score["passed"])
+    return {"value": _number(score.get("value")), "passed": passed, "error": bool(score.get("error"))}
 
 
 def _number(value: Any) -> float:

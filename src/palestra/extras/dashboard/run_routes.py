@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from starlette.routing import Route
 from palestra.core.errors import NotFoundError, SettingError
 from palestra.core.files import read_from
 from palestra.core.secrets import redact
-from palestra.extras.dashboard.answers import Event, answer, events, number, whole
+from palestra.extras.dashboard.answers import Event, answer, events, number, paged, whole
 from palestra.extras.dashboard.catalog import Catalog, CatalogRun
 from palestra.extras.dashboard.cheating import measure_series
 from palestra.extras.dashboard.evaluations import compare, evaluations
@@ -35,16 +35,24 @@ class RunRoutes:
         self._catalog = catalog
 
     def routes(self) -> list[Route]:
+        reads = {"": _one, "/metrics": _metrics, "/logs": _logs, "/evaluations": lambda e, _: evaluations(e.folder)}
+        streams = {
+            "/events": lambda e, _: self._run_events(e.id),
+            "/logs/events": lambda e, request: self._log_events(e.id, _log(e, request)[1]),
+        }
+
+        def route(path: str, respond: Callable[[Any], Response], handle: Callable[[CatalogRun, Request], Any]) -> Route:
+            def handler(request: Request) -> Response:
+                return respond(handle(self._catalog.get(request.path_params["run"]), request))
+
+            return Route(f"/api/runs/{{run}}{path}", handler)
+
         return [
-            Route("/api/runs", self.list, methods=["GET"]),
-            Route("/api/runs/events", lambda request: events(self._list_events()), methods=["GET"]),
-            Route("/api/runs/{run}", self.one, methods=["GET"]),
-            Route("/api/runs/{run}/metrics", self.metrics, methods=["GET"]),
-            Route("/api/runs/{run}/events", self.run_events, methods=["GET"]),
-            Route("/api/runs/{run}/logs", self.logs, methods=["GET"]),
-            Route("/api/runs/{run}/logs/events", self.log_events, methods=["GET"]),
-            Route("/api/runs/{run}/evaluations", self.evaluations, methods=["GET"]),
-            Route("/api/compare", self.compare, methods=["GET"]),
+            Route("/api/runs", self.list),
+            Route("/api/runs/events", lambda request: events(self._list_events())),
+            *(route(path, answer, read) for path, read in reads.items()),
+            *(route(path, events, stream) for path, stream in streams.items()),
+            Route("/api/compare", self.compare),
         ]
 
     def list(self, request: Request) -> Response:
@@ -53,10 +61,7 @@ class RunRoutes:
         start, limit = whole(request, "cursor", 0, 10**9), whole(request, "limit", _PAGE, 500) or _PAGE
         matching = [run for run in self._catalog.all() if _matches(run, words) and state in (None, run.run.state)]
         rows = [summary(run) for run in matching[start : start + limit]]
-        following = start + limit
-        return answer(
-            {"runs": rows, "next": str(following) if following < len(matching) else None, "total": len(matching)}
-        )
+        return answer({"runs": rows, **paged(len(matching), start, limit)})
 
     async def _list_events(self) -> AsyncIterator[Event]:
         def now() -> dict[str, Any]:
@@ -70,20 +75,6 @@ class RunRoutes:
                 yield "runs", current
                 last = seen
             await asyncio.sleep(_LIST_EVERY_S)
-
-    def one(self, request: Request) -> Response:
-        entry = self._entry(request)
-        alarms = measure_series(entry.folder)["alarms"]
-        return answer({**summary(entry), **details(entry), "alarms": alarms})
-
-    def metrics(self, request: Request) -> Response:
-        after = number(request, "after", -math.inf)
-        rows = [row for row in by_step(self._entry(request).folder.metrics()) if row["step"] > after]
-        made = columns(rows)
-        return answer({**made, "charts": charts(list(made["series"]))})
-
-    def run_events(self, request: Request) -> Response:
-        return events(self._run_events(self._entry(request).id))
 
     async def _run_events(self, run_id: str) -> AsyncIterator[Event]:
         position, advice, last = 0, None, None
@@ -110,17 +101,6 @@ class RunRoutes:
                 return
             await asyncio.sleep(_RUN_EVERY_S)
 
-    def logs(self, request: Request) -> Response:
-        entry = self._entry(request)
-        part, path = _log(entry, request.query_params.get("part"))
-        lines = tail(path, whole(request, "lines", _LOG_LINES, _MAX_LOG_LINES)) if path else []
-        return answer({"part": part, "parts": list(entry.run.logs), "lines": lines})
-
-    def log_events(self, request: Request) -> Response:
-        entry = self._entry(request)
-        _, path = _log(entry, request.query_params.get("part"))
-        return events(self._log_events(entry.id, path))
-
     async def _log_events(self, run_id: str, path: Path | None) -> AsyncIterator[Event]:
         if path is None:
             yield "end", {}
@@ -137,9 +117,6 @@ class RunRoutes:
                 return
             await asyncio.sleep(_RUN_EVERY_S)
 
-    def evaluations(self, request: Request) -> Response:
-        return answer(evaluations(self._entry(request).folder))
-
     def compare(self, request: Request) -> Response:
         ids = [word for word in request.query_params.get("runs", "").split(",") if word]
         if len(set(ids)) < 2:
@@ -147,8 +124,21 @@ class RunRoutes:
         entries = [self._catalog.get(run_id) for run_id in dict.fromkeys(ids)]
         return answer({"runs": [summary(run) for run in entries], **compare({run.id: run.folder for run in entries})})
 
-    def _entry(self, request: Request) -> CatalogRun:
-        return self._catalog.get(request.path_params["run"])
+
+def _one(entry: CatalogRun, request: Request) -> dict[str, Any]:
+    return {**summary(entry), **details(entry), "alarms": measure_series(entry.folder)["alarms"]}
+
+
+def _metrics(entry: CatalogRun, request: Request) -> dict[str, Any]:
+    after = number(request, "after", -math.inf)
+    made = columns([row for row in by_step(entry.folder.metrics()) if row["step"] > after])
+    return {**made, "charts": charts(list(made["series"]))}
+
+
+def _logs(entry: CatalogRun, request: Request) -> dict[str, Any]:
+    part, path = _log(entry, request)
+    lines = tail(path, whole(request, "lines", _LOG_LINES, _MAX_LOG_LINES)) if path else []
+    return {"part": part, "parts": list(entry.run.logs), "lines": lines}
 
 
 def _matches(entry: CatalogRun, words: list[str]) -> bool:
@@ -161,9 +151,9 @@ def _without_clock(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in ("seconds", "seconds_left")}
 
 
-def _log(entry: CatalogRun, part: str | None) -> tuple[str | None, Path | None]:
+def _log(entry: CatalogRun, request: Request) -> tuple[str | None, Path | None]:
     """The log that is asked for, or the first that the run has."""
-    logs = entry.run.logs
+    logs, part = entry.run.logs, request.query_params.get("part")
     if part and part not in logs:
         raise NotFoundError(f"the run {entry.id} has no log of {part[:80]!r}; it has {', '.join(logs) or 'none'}")
     name = part or next((name for name, path in logs.items() if path.is_file()), None)

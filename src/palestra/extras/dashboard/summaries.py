@@ -44,16 +44,11 @@ def summary(entry: CatalogRun) -> dict[str, Any]:
     run, progress = entry.run, entry.run.progress
     return {
         "id": run.run_id,
-        "name": run.name,
+        **{name: getattr(run, name) for name in ("name", "state", "created", "started", "ended", "seconds")},
         "environment": run.environment or subject_of(record_of(entry.folder)),
         "model": _model_name(entry.folder),
-        "state": run.state,
         "active": run.is_active,
         "reason": run.reason and run.reason.removeprefix("PalestraError: "),
-        "created": run.created,
-        "started": run.started,
-        "ended": run.ended,
-        "seconds": run.seconds,
         "seconds_left": progress.get("seconds_left") if run.is_active else None,
         "step": progress.get("step", 0),
         "total_steps": progress.get("total_steps"),
@@ -69,14 +64,12 @@ def summary(entry: CatalogRun) -> dict[str, Any]:
 def actions(entry: CatalogRun) -> list[str]:
     run, folder = entry.run, entry.folder
     has_checkpoint = folder.last_checkpoint() is not None
-    has_weights = folder.model.is_dir() or has_checkpoint
     possible = {
         "stop": entry.listed and run.state in ("pending", "starting", "running"),
         "resume": entry.listed
         and (run.state in ("stopped", "completed") or (run.state == "failed" and has_checkpoint)),
         "delete": entry.listed and not run.is_active,
-        "export": has_weights,
-        "chat": has_weights,
+        "export": folder.model.is_dir() or has_checkpoint,
         "rescore": folder.rollouts_file.is_file(),
     }
     return [name for name, holds in possible.items() if holds]
@@ -124,9 +117,8 @@ def findings(entry: CatalogRun) -> list[dict[str, Any]]:
         index.update([kind], within_s=_INDEX_WITHIN_S)
         step = [] if kind in ("before", "after") else [example["step"]]
         query = f"SELECT id FROM rollouts WHERE kind = ?{' AND step = ?' if step else ''} ORDER BY id LIMIT 1 OFFSET ?"
-        with index.open() as db:
-            row = db.execute(query, [kind, *step, example["index"]]).fetchone()
-        example["id"] = int(row[0]) if row else None  # None: it is not indexed yet
+        row = index.query(query, kind, *step, example["index"])
+        example["id"] = int(row[0][0]) if row else None  # None: it is not indexed yet
     return rows
 
 

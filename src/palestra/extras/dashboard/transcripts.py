@@ -28,14 +28,11 @@ def rollout(index: RolloutIndex, rollout_id: int, max_chars: int | None = MAX_CH
     """A rollout with its messages, verdicts and neighbours."""
     row = index.row(rollout_id)
     record = index.record(row)
-    with index.open() as db:
-        previous, following = (
-            db.execute(
-                f"SELECT {end}(id) FROM rollouts WHERE +kind = ? AND id {sign} ?", (row["kind"], rollout_id)
-            ).fetchone()[0]
-            for end, sign in (("max", "<"), ("min", ">"))
-        )
-        siblings = db.execute("SELECT id FROM rollouts WHERE group_id = ? ORDER BY id", (row["group_id"],)).fetchall()
+    previous, following = (
+        index.query(f"SELECT {end}(id) FROM rollouts WHERE +kind = ? AND id {sign} ?", row["kind"], rollout_id)[0][0]
+        for end, sign in (("max", "<"), ("min", ">"))
+    )
+    siblings = index.query("SELECT id FROM rollouts WHERE group_id = ? ORDER BY id", row["group_id"])
     more = {"previous": previous, "next_id": following, "siblings": [sibling[0] for sibling in siblings]}
     return _full_record(row, record, max_chars) | more
 
@@ -50,8 +47,7 @@ def message_text(index: RolloutIndex, rollout_id: int, message: int, start: int,
 
 def group(index: RolloutIndex, group_id: int, max_chars: int | None = MAX_CHARS) -> dict[str, Any]:
     """The siblings of one problem, the best first, and where they part."""
-    with index.open() as db:
-        rows = db.execute("SELECT * FROM rollouts WHERE group_id = ? ORDER BY id", (group_id,)).fetchall()
+    rows = index.query("SELECT * FROM rollouts WHERE group_id = ? ORDER BY id", group_id)
     if not rows:
         raise UnknownRollout(f"there is no group {group_id} in this run")
     rows.sort(key=lambda row: (row["advantage"] or 0.0, row["reward"]), reverse=True)
@@ -66,9 +62,7 @@ def group(index: RolloutIndex, group_id: int, max_chars: int | None = MAX_CHARS)
     turns = records[0].get("turns") or ()
     return {
         "id": group_id,
-        "kind": rows[0]["kind"],
-        "step": rows[0]["step"],
-        "problem_id": rows[0]["problem_id"],
+        **{name: rows[0][name] for name in ("kind", "step", "problem_id")},
         "equal": len(set(rewards)) <= 1,
         "prompt_tokens": len(turns[0].get("token_ids") or ()) if turns else 0,
         "diverges_at": parts,
@@ -214,32 +208,22 @@ def token_columns(record: Mapping[str, Any], learned: Any = None) -> dict[str, A
     lengths = [len(turn["token_ids"]) for turn in turns]
     total = sum(lengths)
     maker = [turn["maker"] for turn, length in zip(turns, lengths, strict=True) for _ in range(length)]
-    by_model = np.array([name == "model" for name in maker], dtype=bool)
-    nothing = np.full(total, np.nan)
     logprob = _concatenated([_logprobs(turn) for turn in turns])
     columns: dict[str, Any] = {
         "ids": _concatenated([np.asarray(turn["token_ids"], dtype=np.int64) for turn in turns]),
         "maker": maker,
         "turn": np.repeat(np.cumsum([turn["maker"] == "model" for turn in turns]), lengths),  # 0: the prompt
         "version": np.repeat([int(turn.get("policy_version") or 0) for turn in turns], lengths),
-        "mask": by_model,
+        "mask": np.array([name == "model" for name in maker], dtype=bool),
+        **dict.fromkeys(_NUMBERS, np.full(total, np.nan)),
         "logprob": logprob,
-        **dict.fromkeys(("learner_logprob", "advantage", "ratio", "entropy", "gap"), nothing),
     }
     if learned is None or len(learned) != total:
         return columns
-    exact, own, ratio, entropy, advantage = (
-        learned[name].astype(np.float64) for name in ("logprob", "learner_logprob", "ratio", "entropy", "advantage")
-    )
-    return columns | {
-        "mask": np.asarray(learned["policy_mask"]),
-        "logprob": np.where(np.isnan(exact), logprob, exact),
-        "learner_logprob": own,
-        "advantage": advantage,
-        "ratio": ratio,
-        "entropy": entropy,
-        "gap": exact - own,
-    }
+    numbers = {name: learned[name].astype(np.float64) for name in _NUMBERS if name != "gap"}
+    exact = numbers["logprob"]
+    numbers |= {"logprob": np.where(np.isnan(exact), logprob, exact), "gap": exact - numbers["learner_logprob"]}
+    return columns | numbers | {"mask": np.asarray(learned["policy_mask"])}
 
 
 def _logprobs(turn: Mapping[str, Any]) -> Array:

@@ -17,7 +17,6 @@ const PAGES = [
   ["compare", () => import("./pages/compare.js")],
   ["environments", () => import("./pages/environments.js")],
   ["environments/:", () => import("./pages/environment.js")],
-  ["chat", () => import("./pages/chat.js")],
   ["runs/:", () => import("./pages/run.js")],
   ["runs/:/rollouts", () => import("./pages/rollouts.js")],
   ["runs/:/rollouts/:", () => import("./pages/rollout.js")],
@@ -34,7 +33,6 @@ const PAGES = [
 const SECTIONS = [
   ["runs", "Runs"],
   ["environments", "Environments"],
-  ["chat", "Chat"],
 ];
 const SECTION_OF = { undefined: "runs", start: "runs", compare: "runs" };
 const KEYS = {

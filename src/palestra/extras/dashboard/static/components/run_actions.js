@@ -1,8 +1,8 @@
-/* What can be done with a run: stop, resume, chat, delete; those that are possible now. */
+/* What can be done with a run: stop, resume, delete; those that are possible now. */
 
 import { address, runPath, send } from "../lib/api.js";
 import { h } from "../lib/dom.js";
-import { go, link } from "../lib/router.js";
+import { go } from "../lib/router.js";
 import { icon } from "./icons.js";
 import { confirmed, openDialog, run as runAction, toast } from "./dialog.js";
 
@@ -32,7 +32,6 @@ export function runActions(run, onChange) {
   const buttons = {
     stop: () => button("Stop", stop),
     resume: () => (run.state === "completed" ? button("Train on", resume) : button("Resume", resume, ".primary")),
-    chat: () => h("a.button", { href: link(["chat"], { run: run.id }) }, "Chat"),
     delete: () => button("Delete", remove, ".danger"),
   };
   const page = h("a.button", { href: address(`${runPath(run.id)}/export.html`), download: "" }, icon("download"), "Run as HTML");

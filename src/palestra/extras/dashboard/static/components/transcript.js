@@ -20,7 +20,7 @@ export function transcript(messages, { run = null, rollout = null, mark = null, 
 }
 
 /** `mark.char` is where in the text the first difference is; null: in its tool calls. */
-export function messageCard(message, { load = null, mark = null } = {}) {
+function messageCard(message, { load = null, mark = null } = {}) {
   const at = mark?.char ?? null;
   const thinking = at === null ? message.text.match(THINKING) : null;
   const body = thinking ? message.text.slice(thinking[0].length) : message.text;

@@ -34,28 +34,7 @@ export function follow(path, handlers, signal, parameters) {
   return source;
 }
 
-/** The events of an answer to a POST, one at a time: {event, data}. */
-export async function* stream(path, body, signal) {
-  const headers = { "Content-Type": "application/json", Accept: "text/event-stream" };
-  const response = await ask(address(path), { method: "POST", body: JSON.stringify(body), headers, signal });
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let text = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    text += value;
-    const blocks = text.split(/\r?\n\r?\n/);
-    text = blocks.pop();
-    yield* blocks.map(parseEvent).filter((event) => event !== null);
-  }
-}
-
 async function request(url, options) {
-  const response = await ask(url, options);
-  return response.status === 204 ? null : response.json();
-}
-
-async function ask(url, options) {
   let response;
   try {
     response = await fetch(url, options);
@@ -64,7 +43,7 @@ async function ask(url, options) {
     throw new Error("The server does not answer. Is `palestra dashboard` still running?");
   }
   if (!response.ok) throw new Error(await reason(response));
-  return response;
+  return response.status === 204 ? null : response.json();
 }
 
 async function reason(response) {
@@ -75,16 +54,4 @@ async function reason(response) {
   } catch {
     return `${response.status} ${response.statusText}`;
   }
-}
-
-function parseEvent(block) {
-  const fields = { event: "message", data: "" };
-  for (const line of block.split(/\r?\n/)) {
-    const colon = line.indexOf(":");
-    if (colon <= 0) continue; // a comment, which keeps the connection open
-    const value = line.slice(colon + 1).replace(/^ /, "");
-    if (line.startsWith("data")) fields.data += (fields.data && "\n") + value;
-    else if (line.startsWith("event")) fields.event = value;
-  }
-  return fields.data ? { event: fields.event, data: JSON.parse(fields.data) } : null;
 }

@@ -7,7 +7,6 @@ import { table } from "../components/table.js";
 import { runPath, send } from "../lib/api.js";
 import { h } from "../lib/dom.js";
 import { ago, bytes } from "../lib/format.js";
-import { link } from "../lib/router.js";
 
 const FORMATS = [
   ["hf", "Hugging Face folder"],
@@ -50,9 +49,6 @@ export async function show({ names: [id], signal }) {
       cell: (row) =>
         h(
           "div.actions.end",
-          run.actions.includes("chat")
-            ? h("a.button.quiet", { href: link(["chat"], { run: id, checkpoint: row.name }) }, "Chat")
-            : null,
           run.actions.includes("export")
             ? h("button", { type: "button", onclick: () => exportOf(row.name) }, "Export")
             : null,
