@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from palestra.core.files import write_text
 from palestra.core.journal import Change
 
@@ -43,7 +45,7 @@ def facts(db: sqlite3.Connection) -> dict[str, Any]:
 
 
 def set_facts(**values: Any) -> Change:
-    rows = [(name, json.dumps(value)) for name, value in values.items()]
+    rows = [(name, json.dumps(value, default=BaseModel.model_dump)) for name, value in values.items()]
     return lambda db: db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows).rowcount
 
 
