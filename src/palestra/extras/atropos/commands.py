@@ -13,11 +13,7 @@ import click
 from rich.console import Console
 
 from palestra.cli import settings
-from palestra.cli.common import (
-    PATH,
-    load_libraries,
-    wait_limit_option,
-)
+from palestra.cli.common import PATH, load_libraries, wait_limit_option
 from palestra.cli.env import request_of
 from palestra.cli.find_run import code_of_run, require_run, require_trust, trust_option
 from palestra.cli.serve import address_options, require_serve_extra, run_server, server_port
@@ -88,9 +84,9 @@ def serve(
             yield display
 
     fed = serve_environment(replace(request, env_url=api_url), watching)
-    mean = fed.score_sum / max(1, fed.posted_rollouts)
+    mean = sum(fed.scores) / max(1, len(fed.scores))
     console.print(f"{fed.posted_groups} groups posted, mean score {mean:.2f}", highlight=False)
-    return {"groups": fed.posted_groups, "attempts": fed.posted_rollouts, "mean_score": mean}
+    return {"groups": fed.posted_groups, "attempts": len(fed.scores), "mean_score": mean}
 
 
 @settings.command_of_run("run-atropos", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
@@ -132,9 +128,8 @@ def run_atropos(
         run = manager.resume(run_id, max_steps=max_steps)
     elif file is not None:
         request = _request(file, packages, read, wait_limit_s)
-        environment = AtroposEnv(file, request.env_settings, request.server_settings, packages)
         with task(console, "preparing the environment's venv"):
-            environment.python(lambda text: console.print(text, highlight=False))
+            AtroposEnv.of(request).python(lambda text: console.print(text, highlight=False))
         run = manager.start(request)
     else:
         raise SettingError("which environment? Give its FILE, or --resume RUN")
