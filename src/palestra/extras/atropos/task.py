@@ -65,39 +65,38 @@ class StallWatch:
     _began: float = 0.0
     _looked: float = 0.0
     _next_note_s: float = _FIRST_NOTE_S
-    _groups: int = -1
     _environments: int = 0
-    _refused_posts: int = 0
-    _before: Tally = field(default_factory=Tally)
-    _groups_before: int = 0
-    _log_start: int = 0
+    _before: Mapping[str, int] = field(default_factory=dict)  # counts when the wait began
 
     def begin(self) -> None:
-        self._groups = -1
+        self._before = {}
         shorten_log(self.log)
 
     async def check(self) -> None:
         """Log why no group arrives; raise if that has been an error for longer than the limit."""
         now = self.clock()
-        if self._groups >= 0 and now - self._looked < _LOOK_EVERY_S:
+        if self._before and now - self._looked < _LOOK_EVERY_S:
             return
         self._looked = now
         status = await self.status()
         shorten_log(self.log)
-        groups = int(status.get("groups_accepted", status.get("queue_size", 0)))
+        counts = {
+            "accepted": int(status.get("groups_accepted", status.get("queue_size", 0))),
+            "posts": int(status.get("posts_refused", 0)),
+            "answered": self.inference.answered,
+            "refused": self.inference.refused,
+            "sampled": self.requests.groups,
+            "log": self.log.stat().st_size if self.log.is_file() else 0,
+        }
         is_new = int(status.get("environments", 0)) > self._environments  # loading its libraries may take minutes
         self._environments = int(status.get("environments", 0))
-        if groups != self._groups or is_new:
-            self._began, self._groups, self._refused_posts = now, groups, int(status.get("posts_refused", 0))
-            self._before = Tally(self.inference.answered, self.inference.refused)
-            self._groups_before = self.requests.groups
-            self._log_start = self.log.stat().st_size if self.log.is_file() else 0
-            self._next_note_s = _FIRST_NOTE_S
+        if is_new or counts["accepted"] != self._before.get("accepted"):
+            self._began, self._before, self._next_note_s = now, counts, _FIRST_NOTE_S
             return
         waited_s = now - self._began
         if waited_s < min(self._next_note_s, self.limit_s or _FIRST_NOTE_S):
             return
-        reason, limits = self._reason(status)
+        reason, limits = self._reason(status, {name: count - self._before[name] for name, count in counts.items()})
         text = f"no group for {waited_s:.0f} s: {reason}"
         if limits and self.limit_s and waited_s >= limits * self.limit_s:
             raise ServiceError(f"{text}. Fix this, or wait longer with --wait-limit SECONDS (0: for ever)")
@@ -105,15 +104,13 @@ class StallWatch:
             self._next_note_s = 2 * waited_s
             self.note(text)
 
-    def _reason(self, status: Mapping[str, Any]) -> tuple[str, int]:
+    def _reason(self, status: Mapping[str, Any], new: Mapping[str, int]) -> tuple[str, int]:
         """The likely reason, and after how many limits to stop."""
         if status.get("environments") == 0:
             return "no environment has registered at the trajectory API; is one running?", _NEVER
-        posts = int(status.get("posts_refused", 0)) - self._refused_posts
-        refused = self.inference.refused - self._before.refused
-        answered = self.inference.answered - self._before.answered
+        posts, refused, answered, sampled = (new[name] for name in ("posts", "refused", "answered", "sampled"))
         # the text since the last group, of a long one the end; all of it where the file was shortened since
-        text = read_from(self.log, self._log_start)[0][-_LOG_TAIL_BYTES:].decode("utf-8", "replace")
+        text = read_from(self.log, self._before["log"])[0][-_LOG_TAIL_BYTES:].decode("utf-8", "replace")
         repeats, line = repeated_trouble(text)
         is_idle = not (answered or refused or posts or self.inference.running)
         parts = [f"{answered} requests to the model were answered"]
@@ -121,7 +118,6 @@ class StallWatch:
             parts.append("the environment cannot connect to it; does it ask at another address than --openai.base_url?")
         elif is_idle:
             parts.append("the environment asks for nothing; are its prompts longer than --env.max_token_length?")
-        sampled = self.requests.groups - self._groups_before
         if sampled >= _DROPPED_GROUPS:
             parts.append(
                 f"{sampled} whole groups were sampled and none was posted, so the environment drops them itself"
