@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palestra.cli.serve import run_server
 from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import SettingError
 from palestra.core.event_loop import outside_event_loop
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from palestra.train.run import Outcome
     from palestra.train.tasks import EnvironmentTask, Task
 
-_BACKLOG = 2048  # connections that wait until the server accepts them
 _API_UNREACHABLE_S = 60.0
 _TRAINER_SERVER = {
     "base_url": TRAINER_URL,
@@ -135,13 +135,11 @@ def environment_request(request: RunRequest, folder: RunFolder) -> RunRequest:
 def serve_trajectories(request: RunRequest, folder: RunFolder) -> None:
     """Serve the trajectory API of a run until SIGTERM."""
     from palestra.extras.atropos.server import trajectory_app
-    from palestra.servers.web import Server, open_port
+    from palestra.servers.web import open_port
 
     token = os.environ.get("PALESTRA_TOKEN") or None
     socket = open_port("127.0.0.1", request.api_port or 0, token)
-    socket.listen(_BACKLOG)
-    app = trajectory_app(folder.wire, token=token)
-    asyncio.run(Server(app, handle_signals=True).serve(sockets=[socket]))
+    run_server(trajectory_app(folder.wire, token=token), socket, "the trajectory API is at")
 
 
 def train_wire(

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -154,21 +155,15 @@ def repeated_trouble(text: str) -> tuple[int, str]:
             kind = re.sub(r"\d+", "0", part)[:200]
             counts[kind] += 1
             last[kind] = line[:300]
-    if not counts:
-        return 0, ""
-    kind, count = counts.most_common(1)[0]
-    return count, last[kind]
+    kind, count = max(counts.items(), key=itemgetter(1), default=("", 0))
+    return count, last.get(kind, "")
 
 
 def shorten_log(path: Path) -> None:
     """Keep the end of a log that has grown too large. Its writer opened it for appending, and continues after that."""
     if path.is_file() and (size := path.stat().st_size) > _MAX_LOG_BYTES:
-        with path.open("rb+") as file:
-            file.seek(size - _LOG_TAIL_BYTES)
-            tail = file.read(_LOG_TAIL_BYTES)
-            file.seek(0)
-            file.write(b"(earlier lines were left out)\n" + tail)
-            file.truncate()
+        tail = read_from(path, size - _LOG_TAIL_BYTES, _LOG_TAIL_BYTES)[0]
+        path.write_bytes(b"(earlier lines were left out)\n" + tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,57 +186,48 @@ class WireTask:
     scored_by: EnvironmentTask | None = None
     served: Callable[[str, Any], None] = lambda url, tokenizer: None  # called with the inference URL
     wait_limit_s: float = WAIT_LIMIT_S  # without a group, while the environment fails
-
-    @property
-    def kind(self) -> RunKind:
-        return "wire"
-
-    @property
-    def problem_count(self) -> None:
-        return None
+    kind: RunKind = "wire"
+    problem_count: int | None = None
 
     def source(self, parts: Parts) -> WireSource:
-        parts.config.refuse(
+        config = parts.config
+        config.refuse(
             ["rollout.constrain_tool_calls", "rollout.unexpected_call_format", *OWN_LOOP],
             "environments over the wire use their own sampling settings",
         )
-        parts.config.refuse(["train.expert_routing"], "the wire has no column for experts")
+        config.refuse(["train.expert_routing"], "the wire has no column for experts")
         choice = ["train.sampling", "train.sampling_half_life"]
-        parts.config.refuse(choice, "environments over the wire choose their problems")
-        if not parts.config.rollout.max_staleness:
-            parts.watcher.note(
+        config.refuse(choice, "environments over the wire choose their problems")
+        policy, note = parts.policy, parts.watcher.note
+        if not config.rollout.max_staleness:
+            note(
                 "groups of any age are trained: rollout.max_staleness = 0 is no limit over the wire; "
                 "1 or more leaves older ones out"
             )
-        if isinstance(parts.policy, LocalPolicy):
-            limits = ModelLimits(parts.policy.engine.vocabulary, self.loaded.context_tokens)
-            completer = completer_of(self.loaded, parts.policy)
-        elif (context := parts.policy.context_tokens) is not None:
-            limits = ModelLimits(len(self.loaded.tokenizer), context)
-            completer = completer_of(self.loaded, parts.policy, context)
-        else:
+        if not isinstance(policy, LocalPolicy) and policy.context_tokens is None:
             raise UnsupportedError(
                 "serving a model while it is trained needs the paged engine in this process; "
                 "set model.engine to auto or paged, backend to local, and use a model that it supports"
             )
-        requests = RequestWatch(parts.config.rollout.temperature, parts.watcher.note)
-        completer.on_request = requests
+        completer = completer_of(self.loaded, policy, policy.context_tokens)
+        assert completer.vocabulary is not None
+        completer.on_request = requests = RequestWatch(config.rollout.temperature, note)
         serving = Serving(completer, self.address, parts.runner)
-        parts.runner.run(self.client.register(parts.config, parts.step, limits.context_tokens, self.folder))
+        parts.runner.run(self.client.register(config, parts.step, completer.context_tokens, self.folder))
         serving.start()  # answers when the runner runs next: a resumed run has loaded its weights by then
         self.served(serving.url, parts.tokenizer)
-        log, tally, note = self.folder.log_file("env"), serving.tally, parts.watcher.note
+        log = self.folder.log_file("env")
         return WireSource(
             self.client,
-            limits,
+            ModelLimits(completer.vocabulary, completer.context_tokens),
             serving,
-            parts.watcher.note,
-            StallWatch(lambda: self.client.call("/status"), tally, requests, log, note, self.wait_limit_s),
-            keeps_batches=parts.config.checkpoint.every > 0,
+            note,
+            StallWatch(lambda: self.client.call("/status"), serving.tally, requests, log, note, self.wait_limit_s),
+            keeps_batches=config.checkpoint.every > 0,
             step=parts.step,
             reward_weights={} if self.scored_by is None else self.scored_by.environment.reward_weights,
-            echo=parts.config.echo.coefficient > 0,
-            max_staleness=parts.config.rollout.max_staleness or None,  # over the wire 0 is no limit
+            echo=config.echo.coefficient > 0,
+            max_staleness=config.rollout.max_staleness or None,  # over the wire 0 is no limit
         )
 
     def evaluator(self, parts: Parts) -> Evaluator | None:
@@ -364,8 +350,7 @@ class RequestWatch:
 
     def __call__(self, choices: int, params: SamplingParams) -> None:
         self.groups += choices > 1
-        other = params.temperature
-        if other != self.temperature and not self.is_noted:
+        if (other := params.temperature) != self.temperature and not self.is_noted:
             self.is_noted = True
             self.note(
                 f"an environment samples at temperature {other:g}, the learner scores at {self.temperature:g}; "
