@@ -27,7 +27,7 @@ from palestra.evals.findings import recorded_findings
 from palestra.extras.atropos.atropos import AtroposEnv
 from palestra.extras.atropos.runs import serve_environment, wire_config
 from palestra.runs.foreground import refuse_busy
-from palestra.runs.manager import Run, RunManager, RunRequest
+from palestra.runs.manager import Run, RunManager
 from palestra.runs.request import refuse_secrets
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.progress import make_display, task
@@ -127,7 +127,12 @@ def run_atropos(
         log_size = log.stat().st_size if log.is_file() else 0
         run = manager.resume(run_id, max_steps=max_steps)
     elif file is not None:
-        request = _request(file, packages, read, wait_limit_s)
+        for kind, values in (("--env", read.env_settings), ("--openai", read.server_settings)):
+            refuse_secrets(values, kind)
+        own = {"output_dir": str(Path("runs").absolute()), **read.settings}
+        about: dict[str, Any] = {"environment": str(file.resolve()), "packages": packages, "name": "wire"}
+        request = replace(read, settings=own, wait_limit_s=wait_limit_s, **about)
+        wire_config(request)
         with task(console, "preparing the environment's venv"):
             AtroposEnv.of(request).python(lambda text: console.print(text, highlight=False))
         run = manager.start(request)
@@ -142,21 +147,6 @@ def run_atropos(
         None, None, folder.model, None, None, folder.metrics(), folder.elapsed_s(), folder.report_page, findings
     )
     return print_outcome(console, folder, outcome)
-
-
-def _request(file: Path, packages: tuple[str, ...], read: RunRequest, wait_limit_s: float) -> RunRequest:
-    for kind, values in (("--env", read.env_settings), ("--openai", read.server_settings)):
-        refuse_secrets(values, kind)
-    request = replace(
-        read,
-        environment=str(file.resolve()),
-        settings={"output_dir": str(Path("runs").absolute()), **read.settings},
-        packages=packages,
-        wait_limit_s=wait_limit_s,
-        name="wire",
-    )
-    wire_config(request)
-    return request
 
 
 def _resumable(manager: RunManager, name: str, trust: bool) -> str:

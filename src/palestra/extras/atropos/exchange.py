@@ -170,16 +170,15 @@ class Exchange:
             raise QueueFull(f"{full}; try again when the trainer has taken some")
         self._writing, self._writing_bytes = self._writing + sequences, self._writing_bytes + size
         try:
-            rows = [(g.env_id, g.sequences, g.body) for g in groups]
-            ids = await self.journal.do(journal.add_groups(rows, key))
+            queued = await self.journal.do(journal.add_groups([(g.env_id, g.sequences, g.body) for g in groups], key))
         finally:
             self._writing, self._writing_bytes = self._writing - sequences, self._writing_bytes - size
-        if ids is None:
+        if queued is None:
             return False
-        self.waiting += [Queued(i, g.env_id, g.sequences, len(g.body)) for i, g in zip(ids, groups, strict=True)]
+        self.waiting += queued
         self.waiting_sequences += sequences
         self.waiting_bytes += size
-        self.accepted += len(ids)
+        self.accepted += len(queued)
         self.latest = groups[-1].body if groups else self.latest
         return True
 
