@@ -22,7 +22,9 @@ from palestra.core.errors import SettingError, UserCodeError
 from palestra.core.files import cache_folder, open_private, slug, write_json, write_text
 from palestra.core.secrets import clean_environment
 from palestra.envs.discover import package_of
+from palestra.envs.load import find_env
 from palestra.policy.openai import OpenAISettings
+from palestra.runs.request import RunRequest
 
 # With transformers 5 this atroposlib never delivers a group: the result of apply_chat_template changed its type.
 PACKAGES = ("atroposlib==0.4.0", "transformers==4.57.6")
@@ -155,6 +157,11 @@ class AtroposEnv:
     env: Mapping[str, Any]
     openai: Mapping[str, Any]
     packages: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, request: RunRequest) -> AtroposEnv:
+        file = find_env(str(request.environment)).file_path
+        return cls(file, request.env_settings, request.server_settings, request.packages)
 
     def python(self, note: Callable[[str], None] = print) -> Path:
         """The Python of its venv, which is made if it is missing."""

@@ -15,7 +15,7 @@ and `metrics` of the group.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import groupby, takewhile
 from typing import Any
@@ -31,6 +31,8 @@ NO_LOGPROB = 1.0  # what clients of the wire fill in; no sampled token can have 
 
 # columns of a group whose names differ from those of a rollout's line
 COLUMN_NAMES = {"reward": "scores", "scores": "verdicts", "stop": "stops", "error": "errors", "role": "roles"}
+_READ = {f.name: COLUMN_NAMES.get(f.name, f.name) for f in fields(Rollout) if f.name != "problem_id"}
+_READ |= {name: name for name in ("tokens", "masks", "inference_logprobs", "versions", "overrides")}
 
 
 def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, Any]:
@@ -42,14 +44,15 @@ def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, An
     columns: dict[str, Any] = {"problem_id": group.problem_id}
     for key in {key: None for outcome in outcomes for key in outcome}:
         columns[COLUMN_NAMES.get(key, key)] = [outcome.get(key, known.defaults.get(key)) for outcome in outcomes]
-    tokens = [_flat(r, lambda turn: turn.token_ids) for r in rollouts]
-    masks = [_flat(r, lambda turn: _or_fill(turn.token_ids, turn, NOT_TRAINED)) for r in rollouts]
+    masks = _column(rollouts, "token_ids", NOT_TRAINED)
+    logprobs = _column(rollouts, "logprobs", NO_LOGPROB)
     columns |= {
         "messages": [[to_dict(m, arguments_as_text=True) for m in r.messages] for r in rollouts],
-        "tokens": tokens,
+        "tokens": [[token for turn in r.turns for token in turn.token_ids.tolist()] for r in rollouts],
         "masks": [[NOT_TRAINED] * len(mask) if m else mask for mask, m in zip(masks, masked, strict=True)],
-        "inference_logprobs": [_flat(r, _known_logprobs) for r in rollouts],
-        "versions": [_flat(r, lambda turn: _or_fill(turn.versions, turn, 0)) for r in rollouts],
+        # JSON has no NaN
+        "inference_logprobs": [[NO_LOGPROB if math.isnan(value) else value for value in row] for row in logprobs],
+        "versions": _column(rollouts, "versions", 0),
         "turns": [[[turn.maker, len(turn.token_ids)] for turn in r.turns] for r in rollouts],
     }
     advantages = [r.advantages.tolist() for r in rollouts if r.advantages is not None]
@@ -60,18 +63,13 @@ def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, An
     return columns
 
 
-def _flat(rollout: Rollout, column: Any) -> list[Any]:
-    """One column of a rollout, its turns laid end to end."""
-    return [value for turn in rollout.turns for value in column(turn).tolist()]
+def _column(rollouts: Sequence[Rollout], name: str, fill: float) -> list[list[Any]]:
+    """A column of `Turn` for each rollout, its turns laid end to end; `fill` where the model did not make the token."""
 
+    def values(turn: Turn) -> list[Any]:
+        return getattr(turn, name).tolist() if turn.maker == "model" else [fill] * len(turn.token_ids)
 
-def _known_logprobs(turn: Turn) -> Array:
-    values = _or_fill(turn.logprobs, turn, NO_LOGPROB).astype(np.float64)
-    return np.where(np.isnan(values), NO_LOGPROB, values)  # JSON has no NaN
-
-
-def _or_fill(values: Array, turn: Turn, fill: float) -> Array:
-    return values if turn.maker == "model" else np.full(len(turn.token_ids), fill)
+    return [[value for turn in rollout.turns for value in values(turn)] for rollout in rollouts]
 
 
 def group_from_dict(columns: Mapping[str, Any], problem_id: str, *, version: int) -> Group:
@@ -80,72 +78,63 @@ def group_from_dict(columns: Mapping[str, Any], problem_id: str, *, version: int
     Sampled tokens without logprobs get NaN. Advantages that came along stay with their rollouts, token by token.
     """
     tokens = columns["tokens"]
-    trained = [_trained(columns, i) for i in range(len(tokens))]
+    given = {name: values for name, column in _READ.items() if (values := columns.get(column))}
+    rows = [
+        {"sequence": i} | {name: values[i] for name, values in given.items() if values[i] is not None}
+        for i in range(len(tokens))
+    ]
+    trained = [_trained(row) for row in rows]
     # leading tokens that all siblings have in common, none of them trained
     places = zip(zip(*tokens, strict=False), zip(*trained, strict=False), strict=True)
     alike = sum(1 for _ in takewhile(lambda place: len(set(place[0])) == 1 and not any(place[1]), places))
     shared = min(alike, min(map(len, tokens)) - 1)
-    rollouts = (_rollout_from_dict(columns, i, problem_id, trained[i], shared, version) for i in range(len(trained)))
+    rollouts = [_rollout(row, problem_id, trains, shared, version) for row, trains in zip(rows, trained, strict=True)]
     return Group(problem_id, tuple(rollouts), columns.get("metrics") or {})
 
 
-def _rollout_from_dict(
-    columns: Mapping[str, Any], i: int, problem_id: str, trained: Array, shared: int, version: int
-) -> Rollout:
-    names = [f.name for f in fields(Rollout) if f.name != "problem_id"]
-    entries = {name: _entry(columns, COLUMN_NAMES.get(name, name), i) for name in names}
-    record = {name: entry for name, entry in entries.items() if entry is not None}
-    record["reward"] = reward = float(record["reward"])
-    if _is_overridden(columns, i):
-        record["lineages"] = ()
-    parts: dict[str, Any] = {"problem_id": problem_id, "turns": _turns(columns, i, trained, shared, version)}
-    if "scores" not in record:
-        parts["scores"] = {} if "error" in record else {"score": Score(reward, reward >= 1.0)}
+def _rollout(row: Mapping[str, Any], problem_id: str, trained: Array, shared: int, version: int) -> Rollout:
+    reward = float(row["reward"])
+    parts: dict[str, Any] = {"problem_id": problem_id, "reward": reward}
+    parts["turns"] = _turns(row, trained, shared, version)
+    if _is_overridden(row):
+        parts["lineages"] = ()
+    if "scores" not in row:
+        parts["scores"] = {} if "error" in row else {"score": Score(reward, reward >= 1.0)}
     try:  # messages are for the record only
-        parts["messages"] = tuple(map(from_dict, record.get("messages") or ()))
+        parts["messages"] = tuple(map(from_dict, row.get("messages") or ()))
     except (PalestraError, TypeError, AttributeError):
         parts["messages"] = ()
-    if (row := record.get("advantages")) is not None:
-        parts["advantages"] = np.where(trained, np.asarray(row, dtype=np.float32), np.float32(0.0))
-    return rollout_from_dict(record, **parts)
+    if "advantages" in row:
+        parts["advantages"] = np.where(trained, np.asarray(row["advantages"], dtype=np.float32), np.float32(0.0))
+    return rollout_from_dict(row, **parts)
 
 
-def _turns(columns: Mapping[str, Any], i: int, trained: Array, shared: int, version: int) -> tuple[Turn, ...]:
-    ids = np.asarray(columns["tokens"][i], dtype=np.int32)
-    row = _entry(columns, "inference_logprobs", i)
-    values = np.full(len(ids), np.nan) if row is None else np.asarray(row, dtype=np.float32)
+def _turns(row: Mapping[str, Any], trained: Array, shared: int, version: int) -> tuple[Turn, ...]:
+    ids = np.asarray(row["tokens"], dtype=np.int32)
+    values = np.asarray(row.get("inference_logprobs", np.full(len(ids), np.nan)), dtype=np.float32)
     logprobs = np.where(values > 0, np.nan, values)
-    versions = np.asarray(_entry(columns, "versions", i) or np.full(len(ids), version), dtype=np.int32)
-    runs = _entry(columns, "turns", i)
-    if runs is None or _is_overridden(columns, i):
-        runs = [["template", shared]] + [
-            ["model" if by_model else "template", len(list(run))] for by_model, run in groupby(trained[shared:])
-        ]
+    versions = np.asarray(row.get("versions", np.full(len(ids), version)), dtype=np.int32)
+    runs: Any = row.get("turns")
+    if runs is None or _is_overridden(row):
+        makers = (("model" if by_model else "template", list(run)) for by_model, run in groupby(trained[shared:]))
+        runs = [("template", shared), *((maker, len(run)) for maker, run in makers)]
     turns, start = [], 0
     for maker, count in runs:
         part = slice(start, start + count)
-        if maker == "model":
-            turns.append(Turn("model", ids[part], logprobs[part], versions[part]))
-        else:
-            turns.append(Turn(maker, ids[part]))
+        turns.append(Turn(maker, ids[part], *((logprobs[part], versions[part]) if maker == "model" else ())))
         start += count
     if start != len(ids):
-        raise InputError(f"the turns of sequence {i} have {start} tokens; the sequence has {len(ids)}")
+        raise InputError(f"the turns of sequence {row['sequence']} have {start} tokens; the sequence has {len(ids)}")
     return tuple(turns)
 
 
-def _trained(columns: Mapping[str, Any], i: int) -> Array:
+def _trained(row: Mapping[str, Any]) -> Array:
     """[T] bool: which tokens train. The first has nothing before it that could predict it."""
-    mask = np.asarray(columns["masks"][i]) != NOT_TRAINED
+    mask = np.asarray(row["masks"]) != NOT_TRAINED
     mask[:1] = False
-    return np.zeros_like(mask) if _is_overridden(columns, i) else mask
+    return np.zeros_like(mask) if _is_overridden(row) else mask
 
 
-def _is_overridden(columns: Mapping[str, Any], i: int) -> bool:
+def _is_overridden(row: Mapping[str, Any]) -> bool:
     """Whether the environment asks that this sequence trains nothing."""
-    return bool((_entry(columns, "overrides", i) or {}).get("set_advantage_to_zero"))
-
-
-def _entry(columns: Mapping[str, Any], name: str, i: int) -> Any:
-    rows = columns.get(name)
-    return rows[i] if rows else None
+    return bool((row.get("overrides") or {}).get("set_advantage_to_zero"))

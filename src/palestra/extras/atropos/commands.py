@@ -13,11 +13,7 @@ import click
 from rich.console import Console
 
 from palestra.cli import settings
-from palestra.cli.common import (
-    PATH,
-    load_libraries,
-    wait_limit_option,
-)
+from palestra.cli.common import PATH, load_libraries, wait_limit_option
 from palestra.cli.env import request_of
 from palestra.cli.find_run import code_of_run, require_run, require_trust, trust_option
 from palestra.cli.serve import address_options, require_serve_extra, run_server, server_port
@@ -31,7 +27,7 @@ from palestra.evals.findings import recorded_findings
 from palestra.extras.atropos.atropos import AtroposEnv
 from palestra.extras.atropos.runs import serve_environment, wire_config
 from palestra.runs.foreground import refuse_busy
-from palestra.runs.manager import Run, RunManager, RunRequest
+from palestra.runs.manager import Run, RunManager
 from palestra.runs.request import refuse_secrets
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.progress import make_display, task
@@ -88,9 +84,9 @@ def serve(
             yield display
 
     fed = serve_environment(replace(request, env_url=api_url), watching)
-    mean = fed.score_sum / max(1, fed.posted_rollouts)
+    mean = sum(fed.scores) / max(1, len(fed.scores))
     console.print(f"{fed.posted_groups} groups posted, mean score {mean:.2f}", highlight=False)
-    return {"groups": fed.posted_groups, "attempts": fed.posted_rollouts, "mean_score": mean}
+    return {"groups": fed.posted_groups, "attempts": len(fed.scores), "mean_score": mean}
 
 
 @settings.command_of_run("run-atropos", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
@@ -131,10 +127,14 @@ def run_atropos(
         log_size = log.stat().st_size if log.is_file() else 0
         run = manager.resume(run_id, max_steps=max_steps)
     elif file is not None:
-        request = _request(file, packages, read, wait_limit_s)
-        environment = AtroposEnv(file, request.env_settings, request.server_settings, packages)
+        for kind, values in (("--env", read.env_settings), ("--openai", read.server_settings)):
+            refuse_secrets(values, kind)
+        own = {"output_dir": str(Path("runs").absolute()), **read.settings}
+        about: dict[str, Any] = {"environment": str(file.resolve()), "packages": packages, "name": "wire"}
+        request = replace(read, settings=own, wait_limit_s=wait_limit_s, **about)
+        wire_config(request)
         with task(console, "preparing the environment's venv"):
-            environment.python(lambda text: console.print(text, highlight=False))
+            AtroposEnv.of(request).python(lambda text: console.print(text, highlight=False))
         run = manager.start(request)
     else:
         raise SettingError("which environment? Give its FILE, or --resume RUN")
@@ -147,21 +147,6 @@ def run_atropos(
         None, None, folder.model, None, None, folder.metrics(), folder.elapsed_s(), folder.report_page, findings
     )
     return print_outcome(console, folder, outcome)
-
-
-def _request(file: Path, packages: tuple[str, ...], read: RunRequest, wait_limit_s: float) -> RunRequest:
-    for kind, values in (("--env", read.env_settings), ("--openai", read.server_settings)):
-        refuse_secrets(values, kind)
-    request = replace(
-        read,
-        environment=str(file.resolve()),
-        settings={"output_dir": str(Path("runs").absolute()), **read.settings},
-        packages=packages,
-        wait_limit_s=wait_limit_s,
-        name="wire",
-    )
-    wire_config(request)
-    return request
 
 
 def _resumable(manager: RunManager, name: str, trust: bool) -> str:

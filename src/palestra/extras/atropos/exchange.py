@@ -87,17 +87,22 @@ class Exchange:
         registration = facts.get("registration")
         self.registration = Registration(**registration) if registration else None
         self.envs = [RegisteredEnv(**env) for env in self.journal.read(journal.envs)]
-        self._names = Counter(env.desired_name for env in self.envs)
         self.started = bool(facts.get("started", False))
         self.step = int(facts.get("step", 0))
         self.last_batch = int(facts.get("last_batch", 0))
-        self._counted = int(facts.get("counted", self.last_batch))  # the last batch that `step` has counted
-        self._held = int(facts.get("held", 0))  # the batch that the trainer works on; 0: it asks for the next
-        self._suspect: tuple[int, int] = tuple(facts.get("suspect", (0, 0)))  # a batch, and deaths on it
+        self.counted = int(facts.get("counted", self.last_batch))  # the last batch that `step` has counted
+        self.held = int(facts.get("held", 0))  # the batch that the trainer works on; 0: it asks for the next
+        self.suspect: Sequence[int] = facts.get("suspect", (0, 0))  # a batch, and deaths on it
         self._is_back = False  # a trainer has registered, and not asked for a batch yet
         self.waiting, self._unsaved, self.latest = self.journal.read(journal.queue)
         self.waiting_sequences = sum(group.sequences for group in self.waiting)
         self.waiting_bytes = sum(group.size for group in self.waiting)
+
+    async def _set(self, **facts: Any) -> None:
+        """Change facts, here and in the journal."""
+        for name, value in facts.items():
+            setattr(self, name, value)
+        await self.journal.do(journal.set_facts(**facts))
 
     def close(self) -> None:
         self.journal.close()
@@ -110,10 +115,8 @@ class Exchange:
         async with self._taking:
             if self.registration is not None and self.registration.checkpoint_dir != registration.checkpoint_dir:
                 await self._delete(self.last_batch)
-            self.registration, self.step, self._counted = registration, registration.starting_step, 0
             self._is_back = True
-            settings = registration.model_dump()
-            await self.journal.do(journal.set_facts(registration=settings, step=self.step, counted=0))
+            await self._set(registration=registration, step=registration.starting_step, counted=0)
         return uuid.uuid4().int
 
     async def register_env(self, request: EnvRegistration) -> RegisteredEnv | None:
@@ -123,10 +126,10 @@ class Exchange:
         if len(self.envs) >= _MAX_ENVS:
             raise QueueFull(f"{_MAX_ENVS} environments have registered; reset the API, or give it another --folder")
         desired = request.desired_name or "env"
-        named = {"id": len(self.envs), "name": f"{desired}_{self._names[desired]}", "desired_name": desired}
+        alike = sum(env.desired_name == desired for env in self.envs)
+        named = {"id": len(self.envs), "name": f"{desired}_{alike}", "desired_name": desired}
         weight = 1.0 if request.weight is None else request.weight
         env = RegisteredEnv(**request.model_dump() | named | {"weight": weight})
-        self._names[desired] += 1
         self.envs.append(env)
         await self.journal.do(journal.save_env(env.model_dump()))
         return env
@@ -167,16 +170,15 @@ class Exchange:
             raise QueueFull(f"{full}; try again when the trainer has taken some")
         self._writing, self._writing_bytes = self._writing + sequences, self._writing_bytes + size
         try:
-            rows = [(g.env_id, g.sequences, g.body) for g in groups]
-            ids = await self.journal.do(journal.add_groups(rows, key))
+            queued = await self.journal.do(journal.add_groups([(g.env_id, g.sequences, g.body) for g in groups], key))
         finally:
             self._writing, self._writing_bytes = self._writing - sequences, self._writing_bytes - size
-        if ids is None:
+        if queued is None:
             return False
-        self.waiting += [Queued(i, g.env_id, g.sequences, len(g.body)) for i, g in zip(ids, groups, strict=True)]
+        self.waiting += queued
         self.waiting_sequences += sequences
         self.waiting_bytes += size
-        self.accepted += len(ids)
+        self.accepted += len(queued)
         self.latest = groups[-1].body if groups else self.latest
         return True
 
@@ -195,38 +197,33 @@ class Exchange:
             if after is not None and after > self.last_batch > 0 and not self._is_back:
                 raise SettingError(f"after={after}: the last batch that was made here is {self.last_batch}")
             if not self.started:
-                self.started = True
-                await self.journal.do(journal.set_facts(started=True))
+                await self._set(started=True)
             if after is not None:
                 await self._delete(after if saved is None else saved)
                 await self._note_death(after)
                 if (number := next((n for n in self._unsaved if n > after), None)) is not None:
-                    if step is not None:
-                        self.step, self._counted = step + 1, number
-                    elif number > self._counted:  # made before the trainer was resumed
-                        self.step, self._counted = self.step + 1, number
-                    self._held = number
-                    await self.journal.do(journal.set_facts(step=self.step, counted=self._counted, held=number))
+                    facts = {"held": number}
+                    if step is not None or number > self.counted:  # made before the trainer was resumed
+                        facts |= {"step": (self.step if step is None else step) + 1, "counted": number}
+                    await self._set(**facts)
                     return Delivery(number, await self.journal.do(journal.batch_bodies(number)))
             delivery = await self._make(after, step)
-            if delivery is None and self._held:
-                self._held = 0
-                await self.journal.do(journal.set_facts(held=0))
+            if delivery is None and self.held:
+                await self._set(held=0)
             return delivery
 
     async def _note_death(self, after: int) -> None:
         """Count a trainer that came back without the batch that it had; the third time, the batch is set aside."""
         is_back, self._is_back = self._is_back, False
-        if not (is_back and self._held > after and self._held in self._unsaved):
+        if not (is_back and self.held > after and self.held in self._unsaved):
             return
-        batch, deaths = self._suspect
-        self._suspect = self._held, (deaths + 1 if batch == self._held else 1)
-        await self.journal.do(journal.set_facts(suspect=self._suspect))
-        if self._suspect[1] >= _MAX_DEATHS:
-            path = self.folder / f"set-aside-batch-{self._held}.jsonl"
-            await self.journal.do(journal.set_aside(self._held, path))
-            self._unsaved.remove(self._held)
-            log.warning("batch %d is set aside in %s: the trainer ended on it %d times", self._held, path, _MAX_DEATHS)
+        batch, deaths = self.suspect
+        await self._set(suspect=(self.held, deaths + 1 if batch == self.held else 1))
+        if self.suspect[1] >= _MAX_DEATHS:
+            path = self.folder / f"set-aside-batch-{self.held}.jsonl"
+            await self.journal.do(journal.set_aside(self.held, path))
+            self._unsaved.remove(self.held)
+            log.warning("batch %d is set aside in %s: the trainer ended on it %d times", self.held, path, _MAX_DEATHS)
 
     async def _delete(self, up_to: int) -> None:
         if any(number <= up_to for number in self._unsaved):
@@ -245,7 +242,7 @@ class Exchange:
         self.waiting = [group for group in self.waiting if group.id not in ids]
         self.waiting_sequences -= self.registration.batch_size
         self.waiting_bytes -= sum(group.size for group in batch)
-        self.last_batch, self.step, self._counted, self._held = number, step, number, number
+        self.last_batch, self.step, self.counted, self.held = number, step, number, number
         self._unsaved.append(number)
         if after is None:  # a trainer of the original protocol has what was delivered before
             await self._delete(number - 1)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from palestra.core.files import write_text
 from palestra.core.journal import Change
 
@@ -43,14 +45,13 @@ def facts(db: sqlite3.Connection) -> dict[str, Any]:
 
 
 def set_facts(**values: Any) -> Change:
-    rows = [(name, json.dumps(value)) for name, value in values.items()]
+    rows = [(name, json.dumps(value, default=BaseModel.model_dump)) for name, value in values.items()]
     return lambda db: db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows).rowcount
 
 
 def envs(db: sqlite3.Connection) -> list[dict[str, Any]]:
     """The registered environments by id; those of older journals lie in one fact."""
-    old = facts(db).get("envs", [])
-    for env in old:
+    for env in facts(db).get("envs", []):
         save_env(env)(db)
     db.execute("DELETE FROM facts WHERE name = 'envs'")
     return [json.loads(settings) for (settings,) in db.execute("SELECT settings FROM envs ORDER BY id")]
@@ -61,17 +62,17 @@ def save_env(env: dict[str, Any]) -> Change:
     return lambda db: db.execute("INSERT OR REPLACE INTO envs VALUES (?, ?)", row).rowcount
 
 
-def add_groups(rows: Sequence[tuple[int | None, int, bytes]], key: str | None) -> Callable[[Any], list[int] | None]:
-    """Queue (env_id, sequences, body) rows and give their ids; None when this key was seen before."""
+def add_groups(rows: Sequence[tuple[int | None, int, bytes]], key: str | None) -> Callable[[Any], list[Queued] | None]:
+    """Queue (env_id, sequences, body) rows; None when this key was seen before."""
 
-    def change(db: sqlite3.Connection) -> list[int] | None:
+    def change(db: sqlite3.Connection) -> list[Queued] | None:
         if key is not None:
             if db.execute("SELECT 1 FROM posts WHERE key = ?", (key,)).fetchone():
                 return None
             last = db.execute("INSERT INTO posts (key) VALUES (?)", (key,)).lastrowid
             db.execute("DELETE FROM posts WHERE id <= ?", ((last or 0) - _KEYS_KEPT,))
         insert = "INSERT INTO groups (env_id, sequences, body) VALUES (?, ?, ?)"
-        return [int(db.execute(insert, row).lastrowid or 0) for row in rows]
+        return [Queued(db.execute(insert, row).lastrowid or 0, *row[:2], len(row[2])) for row in rows]
 
     return change
 

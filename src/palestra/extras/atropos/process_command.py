@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,15 @@ from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import slug, write_text
 from palestra.core.messages import to_dict
 from palestra.core.text import show_path
-from palestra.core.types import Problem
 from palestra.env_api import collectors
 from palestra.envs.load import find_env
 from palestra.envs.running import RunningEnv
 from palestra.evals.run_report.write import fill_template
+from palestra.extras.atropos import WIRE_DEFAULTS
+from palestra.extras.atropos.atropos import AtroposEnv
 from palestra.extras.atropos.columns import group_to_dict
-from palestra.extras.atropos.runs import process as process_file
 from palestra.policy.openai import OpenAISettings
-from palestra.rollout.collect import OnRollout, require_one_good
-from palestra.rollout.evaluate import GroupCollector
+from palestra.rollout.collect import require_one_good
 from palestra.train.progress import make_display
 from palestra.train.watcher import Watcher
 
@@ -56,12 +55,11 @@ def process(
     if (source := find_env(name_or_file)).dialect == "atropos":
         request = request_of(name_or_file, config_file, parameters)
         path = out or Path(f"{slug(source.name)}.jsonl")
-        process_file(source.file_path, request, groups, path)
+        AtroposEnv.of(request).process(request.config(WIRE_DEFAULTS), groups, path)
     env, config, openai = prepared(console, name_or_file, config_file, parameters)
     path = out or Path(f"{slug(env.name)}.jsonl")
-    records: list[dict[str, Any]] = []
     with make_display(console, config.track.log_every) as display:
-        process_env(env, config, path, groups=groups, openai=openai, watcher=display, on_group=records.append)
+        records = process_env(env, config, path, groups=groups, openai=openai, watcher=display)
     page = path.with_suffix(".html")
     name = openai.model_name if openai else config.model.name
     values = {"environment": env.name, "model": name, "groups": [_group(record) for record in records]}
@@ -87,57 +85,30 @@ def _group(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def process_env(
-    env: RunningEnv,
-    config: RunConfig,
-    path: Path,
-    *,
-    groups: int,
-    openai: OpenAISettings | None = None,
-    watcher: Watcher | None = None,
-    on_group: Callable[[dict[str, Any]], None] = lambda record: None,
-) -> None:
-    """Attempt the first training problems and write one scored group a line, each as soon as it is there."""
-    config = config.with_step_size()
-    problems = env.problems("train")[:groups]
-    watch, done = watcher or Watcher(), itertools.count(1)
-    watch.phase("attempting", len(problems) * config.rollout.group_size)
-
-    async def write() -> None:
-        records = scored_groups(
-            collectors(config, openai, training=True)[0](env),
-            problems,
-            group_size=config.rollout.group_size,
-            seed=config.seed,
-            at_once=config.train.problems_per_step,
-            on_rollout=lambda rollout: watch.advance(next(done), {}),
-        )
-        with path.open("w", encoding="utf-8") as file:
-            async for record in records:
-                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
-                file.flush()
-                on_group(record)
-
-    outside_event_loop(lambda: asyncio.run(write()))
-
-
-async def scored_groups(
-    collector: GroupCollector,
-    problems: Sequence[Problem],
-    *,
-    group_size: int,
-    seed: int,
-    at_once: int,
-    on_rollout: OnRollout = lambda r: None,
-) -> AsyncIterator[dict[str, Any]]:
-    """The columns of one group after the other, with its problem; `at_once` problems are attempted together.
+    env: RunningEnv, config: RunConfig, path: Path, *, groups: int, openai: OpenAISettings | None, watcher: Watcher
+) -> list[dict[str, Any]]:
+    """Attempt the first training problems and write one scored group a line, each as soon as it is there.
 
     Tokens, masks and logprobs are empty for a chat endpoint.
     """
-    for start in range(0, len(problems), at_once):
-        some = problems[start : start + at_once]
-        keys = [f"process/{seed}/{problem.id}" for problem in some]
-        groups = await collector.collect(some, group_size, keys, on_rollout)
-        require_one_good(groups)
-        for problem, group in zip(some, groups, strict=True):
-            text = problem.input if isinstance(problem.input, str) else [to_dict(m) for m in problem.input]
-            yield {"input": text, "expect": problem.expect} | group_to_dict(group)
+    config = config.with_step_size()
+    size, at_once = config.rollout.group_size, config.train.problems_per_step
+    problems, records, done = env.problems("train")[:groups], list[dict[str, Any]](), itertools.count(1)
+    watcher.phase("attempting", len(problems) * size)
+
+    async def write() -> None:
+        collector = collectors(config, openai, training=True)[0](env)
+        with path.open("w", encoding="utf-8") as file:
+            for start in range(0, len(problems), at_once):
+                some = problems[start : start + at_once]
+                keys = [f"process/{config.seed}/{problem.id}" for problem in some]
+                found = await collector.collect(some, size, keys, lambda rollout: watcher.advance(next(done), {}))
+                require_one_good(found)
+                for problem, group in zip(some, found, strict=True):
+                    text = problem.input if isinstance(problem.input, str) else [to_dict(m) for m in problem.input]
+                    records.append({"input": text, "expect": problem.expect} | group_to_dict(group))
+                    file.write(json.dumps(records[-1], ensure_ascii=False, default=str) + "\n")
+                    file.flush()
+
+    outside_event_loop(lambda: asyncio.run(write()))
+    return records

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import InputError, ServiceError
@@ -25,6 +26,10 @@ Value = Annotated[float, Field(ge=-MAX_VALUE, le=MAX_VALUE)]
 Name = Annotated[str, Field(max_length=4096)]
 T = TypeVar("T")
 Row = Annotated[list[T], Field(fail_fast=True)]  # one entry for each token: the first wrong one is enough
+# how many entries a column has: one for each sequence, or for each token of each sequence
+PerSequence = Annotated[list[T] | None, "per sequence"]
+PerToken = Annotated[Row[Row[T]] | None, "per token"]
+_EMPTY_IS_ABSENT = BeforeValidator(lambda value: None if value in ([], {}) else value)
 
 
 class Body(BaseModel):
@@ -111,41 +116,33 @@ class ScoredGroup(Body):
     """The scored sequences of one problem. Masks are -100 where a token is not trained."""
 
     tokens: Row[Row[TokenId]] = Field(min_length=1, max_length=MAX_BATCH_SIZE)
-    masks: Row[Row[Int32]]
-    scores: Row[Value]
-    advantages: Row[Row[Value]] | None = None
-    ref_logprobs: Row[Row[Value]] | None = None
-    messages: list[list[dict[str, Any]]] | None = None
-    generation_params: dict[str, Any] | None = None
-    inference_logprobs: Row[Row[Value]] | None = None
-    overrides: list[dict[str, Any]] | None = None
-    group_overrides: dict[str, Any] | None = None
-    images: Any = None
+    masks: Annotated[Row[Row[Int32]], "per token"]
+    scores: Annotated[Row[Value], "per sequence"]
+    advantages: Annotated[PerToken[Value], _EMPTY_IS_ABSENT] = None
+    ref_logprobs: Annotated[PerToken[Value], _EMPTY_IS_ABSENT] = None
+    messages: Annotated[PerSequence[list[dict[str, Any]]], _EMPTY_IS_ABSENT] = None
+    generation_params: Annotated[dict[str, Any] | None, _EMPTY_IS_ABSENT] = None
+    inference_logprobs: Annotated[PerToken[Value], _EMPTY_IS_ABSENT] = None
+    overrides: Annotated[PerSequence[dict[str, Any]], _EMPTY_IS_ABSENT] = None
+    group_overrides: Annotated[dict[str, Any] | None, _EMPTY_IS_ABSENT] = None
+    images: Annotated[Any, _EMPTY_IS_ABSENT] = None
     env_id: Int32 | None = None
     # what Palestra's own environments add, so that a trainer knows as much as of rollouts in its own process
-    turns: list[list[tuple[Maker, Annotated[int, Field(ge=0)]]]] | None = None
-    versions: Row[Row[Int32]] | None = None
-    stops: list[StopReason] | None = None
-    errors: list[str | None] | None = None
-    verdicts: list[dict[str, Verdict]] | None = None
-    tool_names: list[list[str]] | None = None
-    tool_results: list[list[ToolCallResult]] | None = None
-    seconds: list[Value] | None = None
-    tool_seconds: list[Value] | None = None
-    lineages: list[list[LineageBody]] | None = None
-    info: list[dict[str, Any]] | None = None
-    states: list[list[str]] | None = None
+    turns: PerSequence[list[tuple[Maker, Annotated[int, Field(ge=0)]]]] = None
+    versions: PerToken[Int32] = None
+    stops: PerSequence[StopReason] = None
+    errors: PerSequence[str | None] = None
+    verdicts: PerSequence[dict[str, Verdict]] = None
+    tool_names: PerSequence[list[str]] = None
+    tool_results: PerSequence[list[ToolCallResult]] = None
+    seconds: PerSequence[Value] = None
+    tool_seconds: PerSequence[Value] = None
+    lineages: PerSequence[list[LineageBody]] = None
+    info: PerSequence[dict[str, Any]] = None
+    states: PerSequence[list[str]] = None
     metrics: dict[str, Value] | None = None
-    distill_token_ids: Row[Row[Row[Int32]]] | None = None
-    distill_logprobs: Row[Row[Row[Value]]] | None = None
-
-    @field_validator(
-        "advantages", "ref_logprobs", "messages", "inference_logprobs", "overrides", "distill_token_ids",
-        "distill_logprobs", "generation_params", "group_overrides", "images", mode="before",
-    )  # fmt: skip
-    @classmethod
-    def _empty_is_absent(cls, value: Any) -> Any:
-        return None if value in ([], {}) else value
+    distill_token_ids: Annotated[PerToken[Row[Int32]], _EMPTY_IS_ABSENT] = None
+    distill_logprobs: Annotated[PerToken[Row[Value]], _EMPTY_IS_ABSENT] = None
 
     @field_validator("messages")
     @classmethod
@@ -160,12 +157,12 @@ class ScoredGroup(Body):
         lengths = [len(sequence) for sequence in self.tokens]
         if 0 in lengths:
             raise ValueError(f"tokens: sequence {lengths.index(0)} is empty")
-        for name in (*_PER_SEQUENCE, *_PER_TOKEN):
+        for name in (*_columns("per sequence"), *_columns("per token")):
             if (rows := getattr(self, name)) is not None and len(rows) != len(lengths):
                 raise ValueError(
                     f"{name} has {len(rows)} entries; expected one for each of the {len(lengths)} sequences"
                 )
-        for name in _PER_TOKEN:
+        for name in _columns("per token"):
             for i, row in enumerate(getattr(self, name) or ()):
                 if len(row) != lengths[i]:
                     expected = f"expected one for each of its {lengths[i]} tokens"
@@ -182,13 +179,9 @@ class ScoredGroup(Body):
         return max(*map(len, self.tokens), *other, 0)
 
 
-_PER_SEQUENCE = (
-    "scores", "overrides", "messages", "turns", "stops", "errors", "verdicts", "tool_names", "tool_results",
-    "seconds", "tool_seconds", "lineages", "info", "states",
-)  # fmt: skip
-_PER_TOKEN = (
-    "masks", "advantages", "ref_logprobs", "inference_logprobs", "versions", "distill_token_ids", "distill_logprobs",
-)  # fmt: skip
+@cache
+def _columns(kind: str) -> list[str]:
+    return [name for name, field in ScoredGroup.model_fields.items() if kind in field.metadata]
 
 
 # columns that an environment may fill in, and that our trainer does not read

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palestra.cli.serve import run_server
 from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import SettingError
 from palestra.core.event_loop import outside_event_loop
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from palestra.train.run import Outcome
     from palestra.train.tasks import EnvironmentTask, Task
 
-_BACKLOG = 2048  # connections that wait until the server accepts them
 _API_UNREACHABLE_S = 60.0
 _TRAINER_SERVER = {
     "base_url": TRAINER_URL,
@@ -65,13 +65,14 @@ def new_wire_run(request: RunRequest, folder: Path | None = None) -> RunFolder:
     """A new run with the settings that suit the environment; one of ours also scores the model."""
     own: Any = {}
     record: dict[str, Any] = {"env_url": request.env_url}
-    found = find_env(request.environment) if request.environment is not None else None
-    if found is not None and found.dialect == "palestra":
-        own = env_class(found).run_settings
-        record["scored_by"] = {"name": absolute_name(request.environment), "settings": dict(request.env_settings)}
-    elif found is not None:
-        settings = {"env": dict(request.env_settings), "openai": dict(request.server_settings)}
-        record["atropos"] = {"file": str(found.file_path), **settings, "packages": list(request.packages)}
+    if request.environment is not None:
+        found, settings = find_env(request.environment), dict(request.env_settings)
+        if found.dialect == "palestra":
+            own = env_class(found).run_settings
+            record["scored_by"] = {"name": absolute_name(request.environment), "settings": settings}
+        else:
+            more = {"openai": dict(request.server_settings), "packages": list(request.packages)}
+            record["atropos"] = {"file": str(found.file_path), "env": settings, **more}
     config = wire_config(request, own)
     return RunFolder.create(Path(config.output_dir), "wire", config, record, at=folder)
 
@@ -108,27 +109,15 @@ def serve_environment(request: RunRequest, watching: Watching) -> EnvironmentWor
     assert request.environment is not None
     assert request.env_url is not None
     if request.dialect != "palestra":
-        file = find_env(request.environment).file_path
-        env_of_others = AtroposEnv(file, request.env_settings, request.server_settings, request.packages)
-        env_of_others.serve(request.config(WIRE_DEFAULTS), request.env_url)
+        AtroposEnv.of(request).serve(request.config(WIRE_DEFAULTS), request.env_url)
     env, config = open_env(request)
     served_as = request.server_settings.get("model_name") or request.settings.get("model.name")
     server = OpenAISettings.read({**_TRAINER_SERVER, **request.server_settings, "model_name": served_as or ""})
+    token, at_once = os.environ.get(server.api_key_env), server.max_concurrent
+    policy = RemotePolicy(server.base_url, token=token, timeout_s=server.timeout_s, max_concurrent=at_once)
+    wire = WireClient(request.env_url, os.environ.get("PALESTRA_TOKEN"), gone_s=_API_UNREACHABLE_S)
     with watching(config) as watcher:
-        wire = WireClient(request.env_url, os.environ.get("PALESTRA_TOKEN"), gone_s=_API_UNREACHABLE_S)
-        policy = RemotePolicy(
-            server.base_url,
-            token=os.environ.get(server.api_key_env),
-            timeout_s=server.timeout_s,
-            max_concurrent=server.max_concurrent,
-        )
         return serve_env(env, config, wire, policy, model_name=served_as, watcher=watcher)
-
-
-def process(file: Path, request: RunRequest, groups: int, path: Path) -> None:
-    """Run the own `process` of an Atropos environment, in its venv."""
-    environment = AtroposEnv(file, request.env_settings, request.server_settings)
-    environment.process(request.config(WIRE_DEFAULTS), groups, path)
 
 
 def environment_request(request: RunRequest, folder: RunFolder) -> RunRequest:
@@ -146,13 +135,11 @@ def environment_request(request: RunRequest, folder: RunFolder) -> RunRequest:
 def serve_trajectories(request: RunRequest, folder: RunFolder) -> None:
     """Serve the trajectory API of a run until SIGTERM."""
     from palestra.extras.atropos.server import trajectory_app
-    from palestra.servers.web import Server, open_port
+    from palestra.servers.web import open_port
 
     token = os.environ.get("PALESTRA_TOKEN") or None
     socket = open_port("127.0.0.1", request.api_port or 0, token)
-    socket.listen(_BACKLOG)
-    app = trajectory_app(folder.wire, token=token)
-    asyncio.run(Server(app, handle_signals=True).serve(sockets=[socket]))
+    run_server(trajectory_app(folder.wire, token=token), socket, "the trajectory API is at")
 
 
 def train_wire(

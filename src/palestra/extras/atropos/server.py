@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import sqlite3
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from palestra.core.codec import decode, encode
 from palestra.core.secrets import clean_environment
 from palestra.extras.atropos.exchange import Exchange, PostedGroup, QueueFull, UnknownEnv
 from palestra.extras.atropos.protocol import EnvIdentifier, EnvRegistration, Registration, ScoredGroup
@@ -138,13 +138,10 @@ class _Api:
 
     async def wandb_info(self, request: Request) -> dict[str, Any]:
         settings = self._exchange.registration
-        group, project = (settings.wandb_group, settings.wandb_project) if settings else (None, None)
-        return {"group": group, "project": project}
+        return {name: getattr(settings, f"wandb_{name}", None) for name in ("group", "project")}
 
     async def info(self, request: Request) -> dict[str, Any]:
-        settings = self._exchange.registration
-        batch_size, max_token_len = (settings.batch_size, settings.max_token_len) if settings else (-1, -1)
-        return {"batch_size": batch_size, "max_token_len": max_token_len}
+        return {name: getattr(self._exchange.registration, name, -1) for name in ("batch_size", "max_token_len")}
 
     async def scored_data(self, request: Request) -> dict[str, Any]:
         return {"status": await self._accept(request, await self._posts.read(request))}
@@ -234,27 +231,20 @@ async def _parse_apart(body: bytes, is_list: bool) -> list[PostedGroup]:
     finally:
         if process.returncode is None:
             process.kill()
-    head, _, rest = output.partition(b"\n")
-    if process.returncode != 0 or not head:
+    if process.returncode != 0 or not output:
         raise refuse(413, "the body could not be parsed in the memory that there is; send less at once")
-    answer = json.loads(head)
-    if "error" in answer:
-        raise refuse(422, answer["error"])
-    groups, start = [], 0
-    for env_id, sequences, longest, length in answer["groups"]:
-        groups.append(PostedGroup(env_id, sequences, longest, rest[start : start + length]))
-        start += length
-    return groups
+    answer: list[PostedGroup] | str = decode(output, list[PostedGroup] | str)
+    if isinstance(answer, str):
+        raise refuse(422, answer)
+    return answer
 
 
 def main() -> None:
     try:
-        groups = _parse(sys.stdin.buffer.read(), sys.argv[1] == "list")
+        answer: Any = _parse(sys.stdin.buffer.read(), sys.argv[1] == "list")
     except HTTPException as error:
-        print(json.dumps({"error": error.detail}))
-        return
-    rows = [(group.env_id, group.sequences, group.longest, len(group.body)) for group in groups]
-    sys.stdout.buffer.write(json.dumps({"groups": rows}).encode() + b"\n" + b"".join(g.body for g in groups))
+        answer = error.detail
+    sys.stdout.buffer.write(encode(answer))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -65,39 +66,38 @@ class StallWatch:
     _began: float = 0.0
     _looked: float = 0.0
     _next_note_s: float = _FIRST_NOTE_S
-    _groups: int = -1
     _environments: int = 0
-    _refused_posts: int = 0
-    _before: Tally = field(default_factory=Tally)
-    _groups_before: int = 0
-    _log_start: int = 0
+    _before: Mapping[str, int] = field(default_factory=dict)  # counts when the wait began
 
     def begin(self) -> None:
-        self._groups = -1
+        self._before = {}
         shorten_log(self.log)
 
     async def check(self) -> None:
         """Log why no group arrives; raise if that has been an error for longer than the limit."""
         now = self.clock()
-        if self._groups >= 0 and now - self._looked < _LOOK_EVERY_S:
+        if self._before and now - self._looked < _LOOK_EVERY_S:
             return
         self._looked = now
         status = await self.status()
         shorten_log(self.log)
-        groups = int(status.get("groups_accepted", status.get("queue_size", 0)))
+        counts = {
+            "accepted": int(status.get("groups_accepted", status.get("queue_size", 0))),
+            "posts": int(status.get("posts_refused", 0)),
+            "answered": self.inference.answered,
+            "refused": self.inference.refused,
+            "sampled": self.requests.groups,
+            "log": self.log.stat().st_size if self.log.is_file() else 0,
+        }
         is_new = int(status.get("environments", 0)) > self._environments  # loading its libraries may take minutes
         self._environments = int(status.get("environments", 0))
-        if groups != self._groups or is_new:
-            self._began, self._groups, self._refused_posts = now, groups, int(status.get("posts_refused", 0))
-            self._before = Tally(self.inference.answered, self.inference.refused)
-            self._groups_before = self.requests.groups
-            self._log_start = self.log.stat().st_size if self.log.is_file() else 0
-            self._next_note_s = _FIRST_NOTE_S
+        if is_new or counts["accepted"] != self._before.get("accepted"):
+            self._began, self._before, self._next_note_s = now, counts, _FIRST_NOTE_S
             return
         waited_s = now - self._began
         if waited_s < min(self._next_note_s, self.limit_s or _FIRST_NOTE_S):
             return
-        reason, limits = self._reason(status)
+        reason, limits = self._reason(status, {name: count - self._before[name] for name, count in counts.items()})
         text = f"no group for {waited_s:.0f} s: {reason}"
         if limits and self.limit_s and waited_s >= limits * self.limit_s:
             raise ServiceError(f"{text}. Fix this, or wait longer with --wait-limit SECONDS (0: for ever)")
@@ -105,15 +105,13 @@ class StallWatch:
             self._next_note_s = 2 * waited_s
             self.note(text)
 
-    def _reason(self, status: Mapping[str, Any]) -> tuple[str, int]:
+    def _reason(self, status: Mapping[str, Any], new: Mapping[str, int]) -> tuple[str, int]:
         """The likely reason, and after how many limits to stop."""
         if status.get("environments") == 0:
             return "no environment has registered at the trajectory API; is one running?", _NEVER
-        posts = int(status.get("posts_refused", 0)) - self._refused_posts
-        refused = self.inference.refused - self._before.refused
-        answered = self.inference.answered - self._before.answered
+        posts, refused, answered, sampled = (new[name] for name in ("posts", "refused", "answered", "sampled"))
         # the text since the last group, of a long one the end; all of it where the file was shortened since
-        text = read_from(self.log, self._log_start)[0][-_LOG_TAIL_BYTES:].decode("utf-8", "replace")
+        text = read_from(self.log, self._before["log"])[0][-_LOG_TAIL_BYTES:].decode("utf-8", "replace")
         repeats, line = repeated_trouble(text)
         is_idle = not (answered or refused or posts or self.inference.running)
         parts = [f"{answered} requests to the model were answered"]
@@ -121,7 +119,6 @@ class StallWatch:
             parts.append("the environment cannot connect to it; does it ask at another address than --openai.base_url?")
         elif is_idle:
             parts.append("the environment asks for nothing; are its prompts longer than --env.max_token_length?")
-        sampled = self.requests.groups - self._groups_before
         if sampled >= _DROPPED_GROUPS:
             parts.append(
                 f"{sampled} whole groups were sampled and none was posted, so the environment drops them itself"
@@ -158,21 +155,15 @@ def repeated_trouble(text: str) -> tuple[int, str]:
             kind = re.sub(r"\d+", "0", part)[:200]
             counts[kind] += 1
             last[kind] = line[:300]
-    if not counts:
-        return 0, ""
-    kind, count = counts.most_common(1)[0]
-    return count, last[kind]
+    kind, count = max(counts.items(), key=itemgetter(1), default=("", 0))
+    return count, last.get(kind, "")
 
 
 def shorten_log(path: Path) -> None:
     """Keep the end of a log that has grown too large. Its writer opened it for appending, and continues after that."""
     if path.is_file() and (size := path.stat().st_size) > _MAX_LOG_BYTES:
-        with path.open("rb+") as file:
-            file.seek(size - _LOG_TAIL_BYTES)
-            tail = file.read(_LOG_TAIL_BYTES)
-            file.seek(0)
-            file.write(b"(earlier lines were left out)\n" + tail)
-            file.truncate()
+        tail = read_from(path, size - _LOG_TAIL_BYTES, _LOG_TAIL_BYTES)[0]
+        path.write_bytes(b"(earlier lines were left out)\n" + tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,57 +186,48 @@ class WireTask:
     scored_by: EnvironmentTask | None = None
     served: Callable[[str, Any], None] = lambda url, tokenizer: None  # called with the inference URL
     wait_limit_s: float = WAIT_LIMIT_S  # without a group, while the environment fails
-
-    @property
-    def kind(self) -> RunKind:
-        return "wire"
-
-    @property
-    def problem_count(self) -> None:
-        return None
+    kind: RunKind = "wire"
+    problem_count: int | None = None
 
     def source(self, parts: Parts) -> WireSource:
-        parts.config.refuse(
+        config = parts.config
+        config.refuse(
             ["rollout.constrain_tool_calls", "rollout.unexpected_call_format", *OWN_LOOP],
             "environments over the wire use their own sampling settings",
         )
-        parts.config.refuse(["train.expert_routing"], "the wire has no column for experts")
+        config.refuse(["train.expert_routing"], "the wire has no column for experts")
         choice = ["train.sampling", "train.sampling_half_life"]
-        parts.config.refuse(choice, "environments over the wire choose their problems")
-        if not parts.config.rollout.max_staleness:
-            parts.watcher.note(
+        config.refuse(choice, "environments over the wire choose their problems")
+        policy, note = parts.policy, parts.watcher.note
+        if not config.rollout.max_staleness:
+            note(
                 "groups of any age are trained: rollout.max_staleness = 0 is no limit over the wire; "
                 "1 or more leaves older ones out"
             )
-        if isinstance(parts.policy, LocalPolicy):
-            limits = ModelLimits(parts.policy.engine.vocabulary, self.loaded.context_tokens)
-            completer = completer_of(self.loaded, parts.policy)
-        elif (context := parts.policy.context_tokens) is not None:
-            limits = ModelLimits(len(self.loaded.tokenizer), context)
-            completer = completer_of(self.loaded, parts.policy, context)
-        else:
+        if not isinstance(policy, LocalPolicy) and policy.context_tokens is None:
             raise UnsupportedError(
                 "serving a model while it is trained needs the paged engine in this process; "
                 "set model.engine to auto or paged, backend to local, and use a model that it supports"
             )
-        requests = RequestWatch(parts.config.rollout.temperature, parts.watcher.note)
-        completer.on_request = requests
+        completer = completer_of(self.loaded, policy, policy.context_tokens)
+        assert completer.vocabulary is not None
+        completer.on_request = requests = RequestWatch(config.rollout.temperature, note)
         serving = Serving(completer, self.address, parts.runner)
-        parts.runner.run(self.client.register(parts.config, parts.step, limits.context_tokens, self.folder))
+        parts.runner.run(self.client.register(config, parts.step, completer.context_tokens, self.folder))
         serving.start()  # answers when the runner runs next: a resumed run has loaded its weights by then
         self.served(serving.url, parts.tokenizer)
-        log, tally, note = self.folder.log_file("env"), serving.tally, parts.watcher.note
+        log = self.folder.log_file("env")
         return WireSource(
             self.client,
-            limits,
+            ModelLimits(completer.vocabulary, completer.context_tokens),
             serving,
-            parts.watcher.note,
-            StallWatch(lambda: self.client.call("/status"), tally, requests, log, note, self.wait_limit_s),
-            keeps_batches=parts.config.checkpoint.every > 0,
+            note,
+            StallWatch(lambda: self.client.call("/status"), serving.tally, requests, log, note, self.wait_limit_s),
+            keeps_batches=config.checkpoint.every > 0,
             step=parts.step,
             reward_weights={} if self.scored_by is None else self.scored_by.environment.reward_weights,
-            echo=parts.config.echo.coefficient > 0,
-            max_staleness=parts.config.rollout.max_staleness or None,  # over the wire 0 is no limit
+            echo=config.echo.coefficient > 0,
+            max_staleness=config.rollout.max_staleness or None,  # over the wire 0 is no limit
         )
 
     def evaluator(self, parts: Parts) -> Evaluator | None:
@@ -368,8 +350,7 @@ class RequestWatch:
 
     def __call__(self, choices: int, params: SamplingParams) -> None:
         self.groups += choices > 1
-        other = params.temperature
-        if other != self.temperature and not self.is_noted:
+        if (other := params.temperature) != self.temperature and not self.is_noted:
             self.is_noted = True
             self.note(
                 f"an environment samples at temperature {other:g}, the learner scores at {self.temperature:g}; "

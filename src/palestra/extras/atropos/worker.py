@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -50,9 +49,7 @@ class EnvironmentWorker:
     watcher: Watcher
     env_id: int = -1
     posted_groups: int = 0
-    posted_rollouts: int = 0
-    score_sum: float = 0.0
-    recent_scores: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    scores: list[float] = field(default_factory=list)  # of the posted rollouts
     _num_steps: int = 0
     _failures: int = 0
     _key: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -72,12 +69,10 @@ class EnvironmentWorker:
             await asyncio.sleep(_RETRY_S)
         self.env_id, self._num_steps = int(answer["env_id"]), int(answer["num_steps"])
         try:
-            status = await self._trainer_status()
-            if status.is_over:  # the API remembers a trainer that has ended
+            if (await self._trainer_status()).is_over:  # the API remembers a trainer that has ended
                 self.watcher.note("the last training there is over; waiting for the next")
-            while status.is_over:
+            while (await self._trainer_status()).is_over:
                 await asyncio.sleep(_RETRY_S)
-                status = await self._trainer_status()
             # the first environment draws problems and seeds as the trainer's own process would, the next ones others
             source = ProblemSource(
                 await self.make_collector(),
@@ -115,7 +110,7 @@ class EnvironmentWorker:
         try:
             while not (status := await self._trainer_status()).is_over:
                 if status.step != noted_step:
-                    noted_step, recent = status.step, self.recent_scores
+                    noted_step, recent = status.step, self.scores[-64:]
                     mean = f", recent mean score {sum(recent) / len(recent):.2f}" if recent else ""
                     steps = f"step {status.step}/{status.num_steps}"
                     self.watcher.note(f"{steps}: {self.posted_groups} groups posted{mean}")
@@ -151,6 +146,4 @@ class EnvironmentWorker:
         body = write_group(group, self.env_id, self.config.train.mask_truncated)
         await self.wire.call("/scored_data", body, key=f"{self._key}/{number}")
         self.posted_groups += 1
-        self.posted_rollouts += len(group.rollouts)
-        self.score_sum += sum(group.rewards)
-        self.recent_scores.extend(group.rewards)
+        self.scores += group.rewards

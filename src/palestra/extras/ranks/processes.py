@@ -94,7 +94,9 @@ class TorchRanks(Ranks):
             ) from error
         self._group = dist.new_group(backend="gloo", timeout=timeout)  # for all that is not a gradient
         self._liveness = Liveness(self.rank, self._lose, self.request_stop)  # the first one hands a stop on
-        self._meet(place)
+        is_one_machine = place.local_size == place.size
+        host = "127.0.0.1" if is_one_machine else os.environ["MASTER_ADDR"]
+        self._liveness.meet(self.gather, self.size, host, is_one_machine)
         if launcher := os.environ.get(LAUNCHER):
             threading.Thread(target=self._watch_launcher, args=(int(launcher),), daemon=True).start()
 
@@ -183,20 +185,6 @@ class TorchRanks(Ranks):
         if self.lost is None and not self._is_guarding:
             dist.destroy_process_group()
 
-    def _meet(self, place: RankVariables) -> None:
-        """Connect the first rank with the others."""
-        address: dict[str, Any] = {}
-        accept: Callable[[], None] = lambda: None  # noqa: E731
-        if self.is_first:
-            is_one_machine = place.local_size == place.size
-            host = "127.0.0.1" if is_one_machine else os.environ["MASTER_ADDR"]
-            address, accept = self._liveness.listen(host, self.size, is_one_machine, _JOIN_S)
-        address = self.gather(address)[0]
-        if not self.is_first:
-            self._liveness.connect(address, _JOIN_S)
-        accept()
-        self.gather(None)
-
     def _leave(self) -> None:
         """From here on a rank may end; none does before all are here."""
         self._is_guarding = False
@@ -240,32 +228,29 @@ class Liveness:
         self._peers: list[socket.socket] = []
         self._lock = threading.Lock()
 
-    def listen(
-        self, host: str, size: int, loopback: bool, timeout_s: float
-    ) -> tuple[dict[str, Any], Callable[[], None]]:
-        """On the first rank: the address for the other ranks, and the function that waits for them."""
-        server = socket.create_server(("127.0.0.1" if loopback else "", 0), backlog=_BACKLOG)
-        address = {"host": host, "port": server.getsockname()[1], "token": secrets.token_urlsafe(16)}
-
-        def accept() -> None:
-            server.settimeout(timeout_s)
-            while len(self._peers) < size - 1:
-                peer, _ = server.accept()
-                peer.settimeout(timeout_s)
-                lines = peer.makefile("rb")
-                hello = _read_line(lines)
-                if hello.get("token") == address["token"]:
-                    self._follow(peer, lines, f"rank {hello['rank']} (process {hello['pid']} on {hello['host']})")
+    def meet(self, gather: Callable[[Any], list[Any]], size: int, host: str, loopback: bool) -> None:
+        """Connect the first rank, at `host`, with the others."""
+        server: socket.socket | None = None
+        address: tuple[str, int, str] | None = None
+        if self._rank == 0:
+            server = socket.create_server(("127.0.0.1" if loopback else "", 0), backlog=_BACKLOG)
+            server.settimeout(_JOIN_S)
+            address = host, server.getsockname()[1], secrets.token_urlsafe(16)
+        host, port, token = gather(address)[0]
+        if server is None:
+            peer = socket.create_connection((host, port), _JOIN_S)
+            _send(peer, {"token": token, "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname()})
+            self._follow(peer, peer.makefile("rb"), "rank 0")
+        while server is not None and len(self._peers) < size - 1:
+            peer, _ = server.accept()
+            peer.settimeout(_JOIN_S)
+            lines = peer.makefile("rb")
+            hello = _read_line(lines)
+            if hello.get("token") == token:
+                self._follow(peer, lines, f"rank {hello['rank']} (process {hello['pid']} on {hello['host']})")
+        if server is not None:
             server.close()
-
-        return address, accept
-
-    def connect(self, address: dict[str, Any], timeout_s: float) -> None:
-        """On any other rank."""
-        peer = socket.create_connection((address["host"], address["port"]), timeout_s)
-        hello = {"token": address["token"], "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname()}
-        _send(peer, hello)
-        self._follow(peer, peer.makefile("rb"), "rank 0")
+        gather(None)
 
     def broadcast(self, **message: Any) -> None:
         """Send to all that are connected."""

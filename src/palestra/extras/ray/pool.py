@@ -48,12 +48,11 @@ class PackedWeights:
 
 
 def pack(weights: Weights) -> PackedWeights:
-    def as_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], Any]:
-        values = tensor.detach().cpu().contiguous()
-        content = values.reshape(-1).view(torch.uint8).numpy()
-        return str(values.dtype).removeprefix("torch."), tuple(values.shape), content
-
-    return PackedWeights(weights.version, {name: as_bytes(tensor) for name, tensor in weights.tensors().items()})
+    packed = {}
+    for name, tensor in weights.tensors().items():
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        packed[name] = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), content
+    return PackedWeights(weights.version, packed)
 
 
 def unpack(packed: PackedWeights) -> Weights:
@@ -149,7 +148,7 @@ class RolloutPool:
         self._first_joined: float | None = None
         self._changed = asyncio.Event()
         self._keepers: list[asyncio.Task[None]] = []
-        self._failed: asyncio.Future[None] | None = None
+        self._failed: asyncio.Future[list[Group]] | None = None  # never has a result
 
     @property
     def actors(self) -> int:
@@ -162,9 +161,8 @@ class RolloutPool:
         for member in [m for m in self._members if m.actor in lost]:
             self._lose(member, "it did not take new weights")
 
-    async def sample(self, job: GroupJob, at_once: int, recipe: Recipe) -> Group:
+    async def sample(self, job: GroupJob, at_once: int) -> Group:
         """One group, by the actor with the least to do; an actor has at most `at_once` groups."""
-        self._start(recipe)
         for _ in range(MAX_LOSSES):
             member = await self._least_busy(at_once)
             member.groups += 1
@@ -182,15 +180,6 @@ class RolloutPool:
             f"{reason}. If they run out of memory, give each more (ray.cpus_per_actor, ray.gpus_per_actor), or lower "
             "rollout.group_size or rollout.max_new_tokens"
         )
-
-    async def or_failure(self, groups: asyncio.Future[list[Group]], recipe: Recipe) -> list[Group]:
-        """The groups, unless the cluster is lost before they are there."""
-        failed = self._start(recipe)
-        either: set[asyncio.Future[Any]] = {groups, failed}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if failed.done() and not groups.done():
-            failed.result()
-        return await groups
 
     async def _least_busy(self, at_once: int) -> Member:
         began = time.monotonic()
@@ -215,7 +204,8 @@ class RolloutPool:
         assert self._first_joined is not None
         return self.actors >= self.size or time.monotonic() - self._first_joined > GATHER_S
 
-    def _start(self, recipe: Recipe) -> asyncio.Future[None]:
+    def start(self, recipe: Recipe) -> asyncio.Future[list[Group]]:
+        """Launch the actors, once; what is returned has the reason where the cluster is lost."""
         if self._failed is None:
             self._failed = asyncio.get_running_loop().create_future()
             self._keepers = [asyncio.create_task(self._keep(recipe)) for _ in range(self.size)]
@@ -308,10 +298,10 @@ class PoolCollector:
         seed_keys: Sequence[str],
         on_rollout: OnRollout = lambda r: None,
     ) -> list[Group]:
-        at_once = self.groups_per_actor(group_size)
+        at_once, failed = self.groups_per_actor(group_size), self.pool.start(self.recipe)
 
         async def sampled(problem: Problem, key: str) -> Group:
-            group = await self.pool.sample(GroupJob(problem, group_size, key, self.training), at_once, self.recipe)
+            group = await self.pool.sample(GroupJob(problem, group_size, key, self.training), at_once)
             for rollout in group.rollouts:
                 on_rollout(rollout)
             return group
@@ -320,7 +310,8 @@ class PoolCollector:
         # mark as retrieved, in case it is not awaited
         groups.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            return await self.pool.or_failure(groups, self.recipe)
+            await asyncio.wait({groups, failed}, return_when=asyncio.FIRST_COMPLETED)
+            return groups.result() if groups.done() else failed.result()
         finally:
             groups.cancel()
 

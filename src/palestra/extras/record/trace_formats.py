@@ -12,6 +12,7 @@ import json
 from ast import literal_eval
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from palestra.core.conversations import ANTHROPIC_BLOCKS, chat_tools
@@ -38,6 +39,25 @@ def to_chat(record: Json) -> Json:
     return _from_sharegpt(record) if "conversations" in record else _from_anthropic(record)
 
 
+def _call(call_id: Any, name: Any, arguments: Any) -> Json:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def _tool(schema: Json, parameters: str) -> Json:
+    """A tool's schema of another API, which has its parameters under the key `parameters`."""
+    function = {"name": schema.get("name"), "description": schema.get("description")}
+    return {"type": "function", "function": {**function, "parameters": schema.get(parameters)}}
+
+
+def _text(content: Any) -> Any:
+    """The text of content parts; content with other parts stays as it was sent."""
+    if not isinstance(content, list):
+        return "" if content is None else content
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else content  # type: ignore[arg-type]
+
+
 # Anthropic
 
 
@@ -49,87 +69,69 @@ def _from_anthropic(record: Json) -> Json:
         for block in content if isinstance(content, list) else ():
             if block.get("type") not in ("text", *ANTHROPIC_BLOCKS):
                 raise ValueError(f"a content block of the type {block.get('type')!r} cannot be trained; take it out")
-    return {"messages": list(anthropic_messages(record)), "tools": _anthropic_tools(record)}
+    return {"messages": list(_anthropic_messages(record)), "tools": _anthropic_tools(record)}
 
 
 def _anthropic_tools(request: Json) -> list[Json]:
-    tools = request.get("tools") or ()
-    return [chat_tool(t.get("name"), t.get("description"), t.get("input_schema")) for t in tools]
+    return [_tool(schema, "input_schema") for schema in request.get("tools") or ()]
 
 
-def anthropic_messages(request: Json) -> Iterator[Json]:
+def _anthropic_messages(request: Json) -> Iterator[Json]:
     """The messages of an Anthropic request; a tool result becomes a message of its own."""
     if request.get("system"):
-        yield {"role": "system", "content": text_of_parts(request["system"])}
+        yield {"role": "system", "content": _text(request["system"])}
     for message in request.get("messages") or ():
-        content = message.get("content")
+        role, content = message.get("role"), message.get("content")
         if isinstance(content, str):
-            yield {"role": message.get("role"), "content": content}
-        elif message.get("role") == "assistant":
-            yield anthropic_reply(content or ())
+            yield {"role": role, "content": content}
+        elif role == "assistant":
+            yield _anthropic_reply(content or ())
         else:
+            rest = []
             for block in content or ():
                 if block.get("type") == "tool_result":
-                    text = text_of_parts(block.get("content"))
+                    text = _text(block.get("content"))
                     yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
-            if rest := [block for block in content or () if block.get("type") != "tool_result"]:
-                yield {"role": "user", "content": text_of_parts(rest)}
+                else:
+                    rest.append(block)
+            if rest:
+                yield {"role": "user", "content": _text(rest)}
 
 
-def anthropic_reply(blocks: Sequence[Json]) -> Json:
+def _anthropic_reply(blocks: Sequence[Json]) -> Json:
     """The assistant message of Anthropic content blocks."""
-    calls = [chat_call(b.get("id"), b.get("name"), b.get("input")) for b in blocks if b.get("type") == "tool_use"]
-    thinking = "".join(b.get("thinking", "") for b in blocks if b.get("type") == "thinking")
-    text = "".join(b.get("text", "") for b in blocks if b.get("type") == "text")
+    calls = [_call(b.get("id"), b.get("name"), b.get("input")) for b in blocks if b.get("type") == "tool_use"]
+    text, thinking = ("".join(b.get(k, "") for b in blocks if b.get("type") == k) for k in ("text", "thinking"))
     return {"role": "assistant", "content": text, "tool_calls": calls, "reasoning_content": thinking}
-
-
-def chat_call(call_id: Any, name: Any, arguments: Any) -> Json:
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
-
-
-def chat_tool(name: Any, description: Any, parameters: Any) -> Json:
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
-def text_of_parts(content: Any) -> Any:
-    """The text of content parts; content with other parts stays as it was sent."""
-    if not isinstance(content, list):
-        return "" if content is None else content
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else content  # type: ignore[arg-type]
 
 
 # ShareGPT
 
 
 def _from_sharegpt(record: Json) -> Json:
-    messages: list[Json] = []
+    messages: list[Json] = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     waiting = 0  # calls without a result so far
-    if record.get("system"):
-        messages.append({"role": "system", "content": record["system"]})
     for turn in record["conversations"]:
-        role = _SHAREGPT_ROLES.get(str(turn.get("from")))
+        role, value = _SHAREGPT_ROLES.get(str(turn.get("from"))), turn.get("value")
         if role is None:
             known = ", ".join(_SHAREGPT_ROLES)
             raise ValueError(f'a turn has "from": {turn.get("from")!r}; expected one of {known}')
-        if not isinstance(turn.get("value"), str):
+        if not isinstance(value, str):
             raise ValueError('a turn has no text in "value"')
-        if role == "function_call":
-            _add_calls(messages, turn)
-        elif role == "tool":
-            for value in _tagged(turn["value"], "tool_response")[1] or [turn["value"]]:
-                results = _results(waiting, value)
+        if role == "tool":
+            for text in _tagged(value, "tool_response")[1] or [value]:
+                results = _results(waiting, text)
                 messages += results
                 waiting -= len(results)
             continue
-        elif role == "assistant" and (tagged := _tagged(turn["value"], "tool_call"))[1]:
-            messages.append({"role": role, "content": tagged[0].strip(), "weight": turn.get("weight")})
-            for call in tagged[1]:
-                _add_calls(messages, {"value": call})
-        else:
-            messages.append({"role": role, "content": turn["value"], "weight": turn.get("weight")})
+        calls = [value]
+        if role != "function_call":
+            text, calls = _tagged(value, "tool_call") if role == "assistant" else (value, [])
+            messages.append({"role": role, "content": text.strip() if calls else value, "weight": turn.get("weight")})
+        elif not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": "", "weight": turn.get("weight")})
+        for call in calls:
+            _add_calls(messages[-1].setdefault("tool_calls", []), call)
         waiting = len(messages[-1].get("tool_calls") or ())
     return {"messages": messages, "tools": chat_tools(record.get("tools"))}
 
@@ -145,34 +147,27 @@ def _tagged(text: str, tag: str) -> tuple[str, list[str]]:
     return "".join([*outside, rest]), inside
 
 
-def _add_calls(messages: list[Json], turn: Json) -> None:
-    """Calls as JSON text, one or a list, belong to the assistant's text before them."""
+def _add_calls(own: list[Json], text: str) -> None:
+    """Add calls of JSON text, one or a list, to those of an assistant's message."""
     try:
-        value = read_json(turn["value"])
+        value = read_json(text)
     except ValueError as error:
         try:
-            value = literal_eval(turn["value"])  # some datasets have Python's dicts
+            value = literal_eval(text)  # some datasets have Python's dicts
         except (ValueError, SyntaxError, RecursionError, MemoryError):
-            raise ValueError(f"a function call is not JSON ({error}): {turn['value']!r:.100}") from None
-    calls = value if isinstance(value, list) else [value]
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": "", "weight": turn.get("weight")})
-    own = messages[-1].setdefault("tool_calls", [])
-    for call in calls:
-        own.append(chat_call(f"call_{len(own)}", call["name"], call.get("arguments") or {}))
+            raise ValueError(f"a function call is not JSON ({error}): {text!r:.100}") from None
+    for call in value if isinstance(value, list) else [value]:
+        own.append(_call(f"call_{len(own)}", call["name"], call.get("arguments") or {}))
 
 
 def _results(waiting: int, value: str) -> list[Json]:
     """One result or, for parallel calls in one observation, a JSON list with one entry for each."""
+    texts = [value]
     if waiting > 1 and value.lstrip().startswith("["):
-        try:
-            values = read_json(value)
-        except ValueError:
-            values = []
-        if len(values) == waiting:
-            texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values]
-            return [{"role": "tool", "content": text} for text in texts]
-    return [{"role": "tool", "content": value}]
+        with suppress(ValueError):
+            if len(values := read_json(value)) == waiting:
+                texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values]
+    return [{"role": "tool", "content": text} for text in texts]
 
 
 # ATIF: https://github.com/laude-institute/harbor, docs/rfcs/0001-trajectory-format.md
@@ -187,10 +182,8 @@ def _from_atif(record: Json) -> Json:
         role = _ATIF_ROLES.get(str(step.get("source")))
         if role is None:
             raise ValueError(f'a step has "source": {step.get("source")!r}; expected system, user or agent')
-        calls = [
-            chat_call(call["tool_call_id"], call["function_name"], call.get("arguments") or {})
-            for call in step.get("tool_calls") or ()
-        ]
+        given = step.get("tool_calls") or ()
+        calls = [_call(call["tool_call_id"], call["function_name"], call.get("arguments") or {}) for call in given]
         message: Json = {"role": role, "content": step.get("message")}
         if role == "assistant":
             message |= {"tool_calls": calls, "reasoning_content": step.get("reasoning_content")}
@@ -206,10 +199,8 @@ def _atif_results(step: Json, calls: Sequence[Json]) -> Iterator[Json]:
         content, call_id = result.get("content"), result.get("source_call_id")
         if content is None and result.get("subagent_trajectory_ref"):
             raise ValueError("a result refers to a subagent's trajectory and has no content; give what the agent read")
-        if call_id is None and not calls:
-            yield {"role": "user", "content": content}
-        else:
-            yield {"role": "tool", "content": content} | ({} if call_id is None else {"tool_call_id": call_id})
+        role = "user" if call_id is None and not calls else "tool"
+        yield {"role": role, "content": content} | ({} if call_id is None else {"tool_call_id": call_id})
 
 
 Dialect = Literal["chat", "responses", "messages"]
@@ -240,35 +231,53 @@ class Traces:
                 replies = [choice.get("message") or {} for choice in answer.get("choices") or ()]
                 tools = list(request.get("tools") or ())
             case "responses":
-                messages, replies, tools = self._from_responses(request, answer)
+                messages, replies = self._from_responses(request, answer)
+                asked = request.get("tools") or ()
+                tools = [_tool(t, "parameters") if t.get("type") == "function" else t for t in asked]
             case "messages":
-                messages = list(anthropic_messages(request))
-                replies = [anthropic_reply(answer.get("content") or ())]
+                messages = list(_anthropic_messages(request))
+                replies = [_anthropic_reply(answer.get("content") or ())]
                 tools = _anthropic_tools(request)
         about = {"model": answer.get("model") or request.get("model"), "dialect": dialect, "usage": answer.get("usage")}
         # the messages before the model's first one, so that a trace is a case as well
         first = next((i for i, m in enumerate(messages) if m.get("role") in ("assistant", "tool")), len(messages))
-        return [
-            {"messages": [*messages, _without_nothing(reply)], "tools": tools, "input": messages[:first], **about}
-            for reply in replies
-        ]
+        lines = []
+        for reply in replies:
+            said = {"role": "assistant", "content": reply.get("content") or ""}
+            said |= {key: value for key, value in reply.items() if value and key != "content"}
+            lines.append({"messages": [*messages, said], "tools": tools, "input": messages[:first], **about})
+        return lines
 
-    def _from_responses(self, request: Json, answer: Json) -> tuple[list[Json], list[Json], list[Json]]:
+    def _from_responses(self, request: Json, answer: Json) -> tuple[list[Json], list[Json]]:
         before = self._responses.get(str(request.get("previous_response_id")), [])
-        prompt = request.get("input")
-        items = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
-        history = [*before, *_items_as_messages(items)]
-        (reply,) = _items_as_messages(answer.get("output") or ()) or [{"role": "assistant", "content": ""}]
+        prompt = request.get("input") or ()
+        items = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        history = [*before, *_messages_of_items(items)]
+        (reply,) = _messages_of_items(answer.get("output") or ()) or [{"role": "assistant", "content": ""}]
         if answer.get("id"):
             self._responses[str(answer["id"])] = [*history, reply]
             while len(self._responses) > _MAX_REMEMBERED:
                 self._responses.popitem(last=False)
         system = [{"role": "system", "content": request["instructions"]}] if request.get("instructions") else []
-        tools = [
-            chat_tool(t.get("name"), t.get("description"), t.get("parameters")) if t.get("type") == "function" else t
-            for t in request.get("tools") or ()
-        ]
-        return [*system, *history], [reply], tools
+        return [*system, *history], [reply]
+
+
+def _messages_of_items(items: Sequence[Json]) -> list[Json]:
+    """Items of the Responses API; an assistant's text and the calls behind it are one message."""
+    messages: list[Json] = []
+    for item in items:
+        match item.get("type", "message"):
+            case "function_call":
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))
+                messages[-1].setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                result = {"tool_call_id": item.get("call_id"), "content": _text(item.get("output"))}
+                messages.append({"role": "tool", **result})
+            case "message":
+                messages.append({"role": item.get("role"), "content": _text(item.get("content"))})
+    return messages
 
 
 def read_answer(dialect: Dialect, content_type: str, body: bytes) -> Json:
@@ -278,7 +287,11 @@ def read_answer(dialect: Dialect, content_type: str, body: bytes) -> Json:
         if not isinstance(answer, dict):
             raise ValueError("the answer is no JSON object")
         return answer
-    events = list(_events(body))
+    events = []
+    for block in body.decode("utf-8", "replace").replace("\r\n", "\n").split("\n\n"):
+        data = "\n".join(line[5:].removeprefix(" ") for line in block.split("\n") if line.startswith("data:"))
+        if data and data != "[DONE]" and isinstance(event := json.loads(data), dict):
+            events.append(event)
     match dialect:
         case "chat":
             return _chat_stream(events)
@@ -288,88 +301,46 @@ def read_answer(dialect: Dialect, content_type: str, body: bytes) -> Json:
             return _anthropic_stream(events)
 
 
-def _events(body: bytes) -> Iterator[Json]:
-    """The data of server-sent events."""
-    for block in body.decode("utf-8", "replace").replace("\r\n", "\n").split("\n\n"):
-        data = "\n".join(line[5:].removeprefix(" ") for line in block.split("\n") if line.startswith("data:"))
-        if data and data != "[DONE]":
-            event = json.loads(data)
-            if isinstance(event, dict):
-                yield event
+def _append(whole: Json, delta: Json, *names: str) -> None:
+    """Append the texts of a delta to those that came before."""
+    for name in names:
+        if delta.get(name):
+            whole[name] = (whole.get(name) or "") + delta[name]
 
 
 def _chat_stream(events: Sequence[Json]) -> Json:
-    whole: Json = {"choices": []}
+    whole: Json = {}
     messages: dict[int, Json] = {}
     for event in events:
         whole |= {key: event[key] for key in ("id", "model", "usage") if event.get(key) is not None}
         for choice in event.get("choices") or ():
             message = messages.setdefault(choice.get("index", 0), {"role": "assistant", "content": ""})
-            _add_delta(message, choice.get("delta") or {})
-    whole["choices"] = [{"message": messages[i]} for i in sorted(messages)]
-    return whole
-
-
-def _add_delta(message: Json, delta: Json) -> None:
-    for key in ("content", "reasoning_content", "refusal"):
-        if delta.get(key):
-            message[key] = (message.get(key) or "") + delta[key]
-    for part in delta.get("tool_calls") or ():
-        calls = message.setdefault("tool_calls", [])
-        at = part.get("index", len(calls))
-        while len(calls) <= at:
-            calls.append({"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
-        calls[at]["id"] = part.get("id") or calls[at]["id"]
-        for key, text in (part.get("function") or {}).items():
-            calls[at]["function"][key] = calls[at]["function"].get(key, "") + (text or "")
+            delta = choice.get("delta") or {}
+            _append(message, delta, "content", "reasoning_content", "refusal")
+            for part in delta.get("tool_calls") or ():
+                calls = message.setdefault("tool_calls", [])
+                at = part.get("index", len(calls))
+                calls += [_call(None, "", "") for _ in range(at + 1 - len(calls))]
+                calls[at]["id"] = part.get("id") or calls[at]["id"]
+                _append(calls[at]["function"], part.get("function") or {}, *(part.get("function") or ()))
+    return whole | {"choices": [{"message": messages[i]} for i in sorted(messages)]}
 
 
 def _anthropic_stream(events: Sequence[Json]) -> Json:
-    whole: Json = {"content": []}
-    inputs: dict[int, str] = {}
+    whole: Json = {}
+    blocks: list[Json] = []
     for event in events:
-        blocks = whole["content"]
         match event.get("type"):
             case "message_start":
-                whole = {**event["message"], "content": []}
+                whole = event["message"]
             case "content_block_start":
                 blocks.append(dict(event["content_block"]))
             case "content_block_delta":
-                delta, block = event["delta"], blocks[event["index"]]
-                for key in ("text", "thinking", "signature"):
-                    if key in delta:
-                        block[key] = block.get(key, "") + delta[key]
-                if "partial_json" in delta:
-                    inputs[event["index"]] = inputs.get(event["index"], "") + delta["partial_json"]
+                _append(blocks[event["index"]], event["delta"], "text", "thinking", "signature", "partial_json")
             case "message_delta":
-                whole |= event.get("delta") or {}
-                whole["usage"] = {**(whole.get("usage") or {}), **(event.get("usage") or {})}
-    for index, text in inputs.items():
-        whole["content"][index]["input"] = json.loads(text or "{}")
-    return whole
-
-
-def _items_as_messages(items: Sequence[Json]) -> list[Json]:
-    """Items of the Responses API; an assistant's text and the calls behind it are one message."""
-    messages: list[Json] = []
-    for item in items:
-        kind = item.get("type", "message")
-        own = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-        if kind == "function_call":
-            if own is None:
-                own = {"role": "assistant", "content": ""}
-                messages.append(own)
-            call = chat_call(item.get("call_id"), item.get("name"), item.get("arguments"))
-            own.setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            messages.append(
-                {"role": "tool", "tool_call_id": item.get("call_id"), "content": text_of_parts(item.get("output"))}
-            )
-        elif kind == "message":
-            messages.append({"role": item.get("role"), "content": text_of_parts(item.get("content"))})
-    return messages
-
-
-def _without_nothing(message: Json) -> Json:
-    content = message.get("content") or ""
-    return {"role": "assistant", "content": content} | {k: v for k, v in message.items() if v and k != "content"}
+                used = {**(whole.get("usage") or {}), **(event.get("usage") or {})}
+                whole = {**whole, **(event.get("delta") or {}), "usage": used}
+    for block in blocks:
+        if text := block.pop("partial_json", ""):
+            block["input"] = json.loads(text)
+    return whole | {"content": blocks}

@@ -11,18 +11,13 @@ from rich.console import Console
 
 from palestra.agent_source import load_agent_file
 from palestra.cli.common import PATH, returns_data_at_end, table
-from palestra.cli.find_run import (
-    code_for_tools,
-    require_run,
-    require_trust,
-    run_argument,
-    trust_option,
-)
+from palestra.cli.find_run import code_for_tools, require_run, require_trust, run_argument, trust_option
 from palestra.core.errors import InputError, NotFoundError, SettingError
 from palestra.core.files import import_file, read_jsonl
 from palestra.core.run_folder import RunFolder
 from palestra.core.text import visible
 from palestra.core.types import Problem
+from palestra.envs.base import Split
 from palestra.envs.load import load_env
 from palestra.evals.measures import Measure, as_measures
 from palestra.evals.suite import hold_out
@@ -68,13 +63,11 @@ def command(
     return rescored
 
 
-def _problems_of(folder: RunFolder, split: str, agent_file: str | None) -> Mapping[str, Problem]:
+def _problems_of(folder: RunFolder, split: Split, agent_file: str | None) -> Mapping[str, Problem]:
     """The problems by id, for what they expect: of the agent file or the environment that the run was trained on."""
-    record = folder.record
     if agent_file is None and (environment := folder.environment()):
-        env = load_env(*environment)
-        return {problem.id: problem for problem in env.problems(split)}  # type: ignore[arg-type]
-    source = agent_file or record.get("source")
+        return {problem.id: problem for problem in load_env(*environment).problems(split)}
+    source = agent_file or folder.record.get("source")
     if source is None:
         raise SettingError(f"{folder.path} was started from Python: name the file with its cases by --agent FILE")
     file = load_agent_file(None if source == "demo" else str(source))
@@ -84,10 +77,10 @@ def _problems_of(folder: RunFolder, split: str, agent_file: str | None) -> Mappi
 
 
 def _print_rescored(console: Console, rescored: Mapping[str, Any]) -> None:
-    rows = []
-    for row in rescored["measures"]:
-        old = "–" if row["old"] is None else _rate(row["old"])
-        rows.append((visible(row["name"]), old, _rate(row["new"]), str(row["changed"]), str(row["new"]["errors"])))
+    rows = [
+        (visible(row["name"]), _rate(row["old"]), _rate(row["new"]), str(row["changed"]), str(row["new"]["errors"]))
+        for row in rescored["measures"]
+    ]
     console.print(table(("measure", "then", "now", "changed", "errors"), rows, box=None, pad_edge=False))
     for row in rescored["changed"][:3]:
         old, new = (visible(f"{row[when]['value']:g} {row[when]['reason']}".strip()) for when in ("old", "new"))
@@ -96,6 +89,7 @@ def _print_rescored(console: Console, rescored: Mapping[str, Any]) -> None:
         console.print(f"{rescored['without_problem']} rollouts are of problems that are not known here: expect is None")
 
 
-def _rate(row: Mapping[str, float | None]) -> str:
-    value = row["pass_rate"] if row["pass_rate"] is not None else row["mean"]
-    return "–" if value is None else f"{value:.1%}" if row["pass_rate"] is not None else f"{value:.4g}"
+def _rate(row: Mapping[str, float | None] | None) -> str:
+    if row is None or row["mean"] is None:
+        return "–"
+    return f"{row['mean']:.4g}" if row["pass_rate"] is None else f"{row['pass_rate']:.1%}"

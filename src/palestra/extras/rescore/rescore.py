@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby, islice
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, groupby, islice
+from operator import attrgetter
 from typing import Any
 
 from palestra.core.chat_model import hosting
@@ -17,33 +18,6 @@ from palestra.rollout.local_models import LocalModels
 _AT_ONCE = 64  # rollouts
 _TIMEOUT_S = 60.0
 _MAX_CHANGED = 100  # changed verdicts that are listed
-
-
-@dataclass(slots=True)
-class _Tally:
-    """One measure: what it said, and says now."""
-
-    old: list[Score] = field(default_factory=list)
-    new: list[Score] = field(default_factory=list)
-    changed: int = 0
-    by_step: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)  # old and new values
-
-    def add(self, step: int, old: Score | None, new: Score) -> bool:
-        self.new.append(new)
-        olds, news = self.by_step.setdefault(step, ([], []))
-        news += [] if new.error else [new.value]
-        if old is None:
-            return False
-        self.old.append(old)
-        olds += [] if old.error else [old.value]
-        is_changed = (old.value, old.passed, old.error) != (new.value, new.passed, new.error)
-        self.changed += is_changed
-        return is_changed
-
-    def to_dict(self, name: str) -> dict[str, Any]:
-        errors = sum(score.error for score in self.new)
-        old = _rates(self.old) if self.old else None
-        return {"name": name, "old": old, "new": {**_rates(self.new), "errors": errors}, "changed": self.changed}
 
 
 def rescore(
@@ -59,64 +33,83 @@ def rescore(
     `problems` have what was expected, by id. The state that tools worked on is gone: `ctx.context` is None. Measures
     that compare attempts get those of one step at one problem.
     """
-    tallies = {measure.name: _Tally() for measure in measures}
+    verdicts: dict[str, list[Verdict]] = {measure.name: [] for measure in measures}
     changed: list[dict[str, Any]] = []
     done = missing = 0
     with hosting(LocalModels()), asyncio.Runner() as runner:  # in this order: the runner copies the context
-        for chunk in _chunks(islice(records, limit)):
-            rollouts = [rollout_from_dict(record) for record in chunk]
-            missing += sum(rollout.problem_id not in problems for rollout in rollouts)
-            contexts = [_context(rollout, problems) for rollout in rollouts]
-            siblings = [(record.get("step"), record["problem_id"]) for record in chunk]
-            scored = runner.run(_run(measures, contexts, siblings))
-            for number, (record, rollout, scores) in enumerate(zip(chunk, rollouts, scored, strict=True), start=done):
-                step = int(record.get("step") or 0)
-                for name, new in scores.items():
-                    old = rollout.scores.get(name)
-                    if tallies[name].add(step, old, new) and old is not None and len(changed) < _MAX_CHANGED:
-                        place = {"number": number, "step": step, "problem_id": rollout.problem_id, "measure": name}
-                        changed.append({**place, "old": asdict(old), "new": asdict(new)})
-            done += len(chunk)
+        for groups in _chunks(islice(records, limit)):
+            rollouts = [[rollout_from_dict(record) for record in group] for group in groups]
+            contexts = [[_context(rollout, problems) for rollout in group] for group in rollouts]
+            scored = runner.run(_run(measures, contexts))
+            for record, rollout, scores in zip(chain(*groups), chain(*rollouts), scored, strict=True):
+                for measure, new in zip(measures, scores, strict=True):
+                    verdict = Verdict(int(record.get("step") or 0), rollout.scores.get(measure.name), new)
+                    verdicts[measure.name].append(verdict)
+                    if verdict.is_changed and len(changed) < _MAX_CHANGED:
+                        place = {"problem_id": rollout.problem_id, "measure": measure.name}
+                        changed.append({"number": done, **place, **asdict(verdict)})
+                missing += rollout.problem_id not in problems
+                done += 1
             on_progress(done)
-    steps = sorted({step for tally in tallies.values() for step in tally.by_step})
-    series = {}
-    for name, tally in tallies.items():
-        rows = [tally.by_step.get(step, ([], [])) for step in steps]
-        series[name] = {"old": [_mean(old) for old, _ in rows], "new": [_mean(new) for _, new in rows]}
+    steps = sorted({verdict.step for rows in verdicts.values() for verdict in rows})
     return {
         "count": done,
         "without_problem": missing,
-        "measures": [tally.to_dict(name) for name, tally in tallies.items()],
+        "measures": [{"name": name, **_summary(rows)} for name, rows in verdicts.items()],
         "step": steps,
-        "series": series,
+        "series": {name: _series(rows) for name, rows in verdicts.items()},
         "changed": changed,
     }
 
 
-def _chunks(records: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Some at a time; siblings, which are stored one after the other, stay together."""
-    chunk: list[Mapping[str, Any]] = []
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a measure said of a rollout, if it was there, and what it says now."""
+
+    step: int
+    old: Score | None
+    new: Score
+
+    @property
+    def is_changed(self) -> bool:
+        old, new = self.old, self.new
+        return old is not None and (old.value, old.passed, old.error) != (new.value, new.passed, new.error)
+
+
+def _summary(rows: Sequence[Verdict]) -> dict[str, Any]:
+    old = [row.old for row in rows if row.old is not None]
+    new = [row.new for row in rows]
+    errors = sum(score.error for score in new)
+    changed = sum(row.is_changed for row in rows)
+    return {"old": _rates(old) if old else None, "new": {**_rates(new), "errors": errors}, "changed": changed}
+
+
+def _series(rows: Sequence[Verdict]) -> dict[str, list[float | None]]:
+    """The mean values of each step."""
+    steps = [list(group) for _, group in groupby(sorted(rows, key=attrgetter("step")), attrgetter("step"))]
+    names = ("old", "new")
+    return {name: [_rates([getattr(row, name) for row in step])["mean"] for step in steps] for name in names}
+
+
+def _chunks(records: Iterable[Mapping[str, Any]]) -> Iterator[list[list[Mapping[str, Any]]]]:
+    """Groups of siblings, which are stored one after the other, with _AT_ONCE rollouts or more."""
+    groups: list[list[Mapping[str, Any]]] = []
     for _, siblings in groupby(records, lambda record: (record.get("step"), record["problem_id"])):
-        chunk += siblings
-        if len(chunk) >= _AT_ONCE:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
+        groups.append(list(siblings))
+        if sum(map(len, groups)) >= _AT_ONCE:
+            yield groups
+            groups = []
+    if groups:
+        yield groups
 
 
-async def _run(
-    measures: Sequence[Measure], contexts: Sequence[MeasureContext], siblings: Sequence[Any]
-) -> list[dict[str, Score]]:
-    groups = [[contexts[i] for i in members] for _, members in groupby(range(len(contexts)), siblings.__getitem__)]
+async def _run(measures: Sequence[Measure], groups: Sequence[Sequence[MeasureContext]]) -> list[tuple[Score, ...]]:
+    """The scores of each rollout by all measures."""
 
     async def column(measure: Measure) -> list[Score]:
-        rows = await asyncio.gather(*(run_group_measure(measure, group, _TIMEOUT_S) for group in groups))
-        return [score for row in rows for score in row]
+        return list(chain(*await asyncio.gather(*(run_group_measure(measure, group, _TIMEOUT_S) for group in groups))))
 
-    columns = await asyncio.gather(*map(column, measures))
-    names = [measure.name for measure in measures]
-    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    return list(zip(*await asyncio.gather(*map(column, measures)), strict=True))
 
 
 def _context(rollout: Rollout, problems: Mapping[str, Problem]) -> MeasureContext:
@@ -130,8 +123,8 @@ def _context(rollout: Rollout, problems: Mapping[str, Problem]) -> MeasureContex
     return MeasureContext(rollout.messages, found, problem.expect, problem)
 
 
-def _rates(scores: Sequence[Score]) -> dict[str, float | None]:
-    valid = [score for score in scores if not score.error]
+def _rates(scores: Iterable[Score | None]) -> dict[str, float | None]:
+    valid = [score for score in scores if score is not None and not score.error]
     verdicts = [bool(score.passed) for score in valid if score.passed is not None]
     return {"mean": _mean([score.value for score in valid]), "pass_rate": _mean(verdicts)}
 
