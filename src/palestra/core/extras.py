@@ -16,7 +16,6 @@ EXTRAS = {
     "adapters": "environments of verifiers, OpenEnv and gymnasium",
     "agent_tools": "the ten rl_* tools with which an LLM agent runs trainings",
     "atropos": "environments in other programs, over the trajectory API; Atropos environments",
-    "bench": "how fast a model samples on this machine",
     "dashboard": "runs in a browser",
     "distill": "distillation: learning from a teacher's probabilities along the model's own rollouts",
     "environments": "the library: calculator, sql, treasure, shell, reasoning-gym, …",
@@ -45,7 +44,6 @@ COMMANDS = {
     ),
     "dashboard": ("Runs", "dashboard.command:command", "Show runs, rollouts and tokens in a browser."),
     "plan": ("Runs", "plan.command:command", "Predict step time, memory and cost of a training."),
-    "bench": ("Runs", "bench.command:command", "Measure how fast a model samples on this machine."),
     "record": (
         "Agents and environments in other programs", "record.command:record",
         "Record what an agent says to an OpenAI- or Anthropic-style API.",
