@@ -55,7 +55,6 @@ MAY_IMPORT = {
     "extras.environments": "core evals envs",
     "extras.gguf": "core models",
     "extras.improve": "core agents evals envs policy rollout runs agent_source env_api cli",
-    "extras.judge_check": "core evals rollout cli",
     "extras.plan": "core plan runs cli",
     "extras.rescore": "core envs evals rollout agent_source cli train",
     "extras.ranks": "core algo learner rollout",

@@ -21,7 +21,6 @@ EXTRAS = {
     "environments": "the library: calculator, sql, treasure, shell, reasoning-gym, …",
     "gguf": "GGUF files in and out, Ollama, palestra/smollm2",
     "improve": "better instructions and tool descriptions by reflection (GEPA)",
-    "judge_check": "a judge compared with labels of people",
     "plan": "time, memory and cost of a training, predicted",
     "ranks": "one training on several GPUs or machines (FSDP2)",
     "ray": "rollout actors on a Ray cluster",
@@ -38,7 +37,6 @@ COMMANDS = {
     "improve": (
         "Train and score", "improve.command:command", "Evolve an agent's instructions and tool descriptions.",
     ),
-    "judge-check": ("Train and score", "judge_check.command:command", "Compare a judge with labels of people."),
     "rescore": (
         "Train and score", "rescore.command:command", "Score a run's stored rollouts with changed measures.",
     ),
