@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from palestra.core.endpoints import BudgetSpent
 from palestra.core.errors import SettingError
 from palestra.extras.improve.search import (
     Candidate,
-    ReflectorSpent,
     Search,
     Trial,
     choose_parent,
@@ -96,7 +96,7 @@ def test_a_text_that_does_not_help_on_its_minibatch_is_not_kept():
 
 def test_a_reflector_whose_budget_is_spent_ends_the_search_with_what_it_has():
     async def spent(texts, component, trials, seed):
-        raise ReflectorSpent("max_calls=3")
+        raise BudgetSpent("max_calls=3")
 
     found, events = search(spent, budget=100, minibatch=4)
     assert asyncio.run(found.run({"a": "", "b": ""})).number == 0

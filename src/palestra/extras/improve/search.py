@@ -6,14 +6,14 @@ Agrawal et al., "GEPA: Reflective Prompt Evolution Can Outperform Reinforcement 
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import fmean
 
+from palestra.agents.texts import Texts
+from palestra.core.endpoints import BudgetSpent
 from palestra.core.errors import SettingError
-
-Texts = Mapping[str, str]  # component -> text
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,6 @@ class Trial:
 
 Evaluate = Callable[[Texts, Sequence[str]], Awaitable[list[Trial]]]  # of texts, on cases by id
 Reflect = Callable[[Texts, str, Sequence[Trial], int], Awaitable[str | None]]  # a new text for a component, if any
-
-
-class ReflectorSpent(Exception):
-    """The reflector may not be asked any more; the search ends with what it has."""
 
 
 @dataclass(slots=True)
@@ -92,7 +88,7 @@ class Search:
                 continue
             try:
                 merges_due += await self._mutate(rng, iteration)
-            except ReflectorSpent as end:
+            except BudgetSpent as end:  # of the reflector; the search ends with what it has
                 self.on_event(f"{end}; the search ends")
                 break
             if self.rejected >= 8 * len(self.candidates) + 40:  # the reflector has nothing to say
