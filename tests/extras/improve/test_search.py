@@ -14,7 +14,6 @@ from palestra.extras.improve.search import (
     Trial,
     choose_parent,
     front,
-    merge_texts,
     mergeable,
 )
 
@@ -42,8 +41,9 @@ def test_parents_are_drawn_by_the_cases_on_which_they_are_best():
 def test_a_merge_takes_what_each_line_has_changed():
     root = candidate(0, [0, 0])
     left, right = candidate(1, [1, 0], (0,), a="A"), candidate(2, [0, 1], (0,), b="B")
-    assert mergeable([root, left, right], set(), random.Random(0)) == (1, 2, 0)
-    assert merge_texts(left, right, root) == ({"a": "A", "b": "B"}, ("a", "b"))
+    merged = mergeable([root, left, right], set(), random.Random(0))
+    assert merged is not None
+    assert (merged.parents, merged.texts, merged.changed) == ((1, 2), {"a": "A", "b": "B"}, ("a", "b"))
     assert mergeable([root, left, right], {(1, 2)}, random.Random(0)) is None
     child = candidate(2, [0, 1], (1,), a="A", b="B")
     assert mergeable([root, left, child], set(), random.Random(0)) is None  # one is the other's ancestor
