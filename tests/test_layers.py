@@ -50,13 +50,11 @@ MAY_IMPORT = {
     "extras.adapters": "core agents envs",
     "extras.agent_tools": "core agents evals envs runs servers cli",
     "extras.atropos": "core evals models envs policy rollout runs servers train run env_api cli",
-    "extras.bench": "core engine evals models policy train cli",
     "extras.dashboard": "core evals models runs servers cli",
     "extras.distill": "core algo envs evals learner models rollout train",
     "extras.environments": "core evals envs",
     "extras.gguf": "core models",
     "extras.improve": "core agents evals envs policy rollout runs agent_source env_api cli",
-    "extras.judge_check": "core evals rollout cli",
     "extras.plan": "core plan runs cli",
     "extras.rescore": "core envs evals rollout agent_source cli train",
     "extras.ranks": "core algo learner rollout",
@@ -69,7 +67,7 @@ MAY_IMPORT = {
 
 # library -> the folders whose files may import it at module level. Elsewhere it is imported inside of functions.
 HEAVY = {
-    "torch": "algo engine engine/cpu engine/cuda extras/bench extras/distill extras/gguf extras/ranks extras/ray "
+    "torch": "algo engine engine/cpu engine/cuda extras/distill extras/gguf extras/ranks extras/ray "
     "extras/tinker extras/tinker/client extras/tinker/server learner models models/export policy train",
     "transformers": "learner",
     "peft": "",

@@ -57,8 +57,8 @@ def sql(problem: Problem, messages: Sequence[Message]) -> Message:
 
 def treasure(problem: Problem, messages: Sequence[Message]) -> Message:
     row = problem.row
-    path = [f"go {d}" for d in way(row["names"], row["start"], row["key"])] + ["take key"]
-    path += [f"go {d}" for d in way(row["names"], row["key"], row["chest"])] + ["open chest"]
+    path = [f"go {d}" for d in way(row["start"], row["key"])] + ["take key"]
+    path += [f"go {d}" for d in way(row["key"], row["chest"])] + ["open chest"]
     return say(path[sum(m.role == "assistant" for m in messages)])
 
 

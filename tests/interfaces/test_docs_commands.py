@@ -42,7 +42,7 @@ pytestmark = pytest.mark.extras  # the docs are about all of it
 NOT_RUN = {
     r"(train|eval) .*--(agent-cmd|agent-port|mcp|cases)": "files of the user's; test_agent_programs_command.py",
     r"serve|tinker|mcp|http|trajectory|dashboard|gateway|record": "a server, until Ctrl-C; make test-docs starts it",
-    r"judge-check|improve": "asks a model, often elsewhere; test_judge_check.py and test_improve_command.py",
+    r"improve": "asks a model, often elsewhere; test_improve_command.py",
     r"sft .*Qwen": "a model of the hub: a download",
     r"env serve|train .*--env-url": "waits for the other end; tests/interfaces/test_env_serve.py",
     r"env run-atropos": "installs atroposlib; make test-foreign",
@@ -67,6 +67,7 @@ OTHERS = {
     r"npm install ": "the network; make test-agents",
     r"curl .*/(attempts|tools/rl_)": "a request to our servers; test_agent_programs_command.py, test_rl_transports.py",
     r"\.venv/bin/(pytest|ruff|mypy)": "tools of the extra dev",
+    r"python examples/judge_agreement.py ": "asks a model; test_judge_agreement.py",
     r"ollama run ": "needs Ollama; tests/extras/gguf/test_ollama.py",
     r"(vllm serve|ray start) ": "another program; make test-vllm, make test-ray",
     r"export TINKER_API_KEY=|python -m tinker_cookbook|torchrun .* my_script.py|python my_agent.py": "the user's own",

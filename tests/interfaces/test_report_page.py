@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from dataclasses import asdict
 from html.parser import HTMLParser
 from typing import Any
@@ -16,7 +15,6 @@ from palestra.core.types import Message, Rollout, Score
 from palestra.evals.report import Change, EvalReport, Mean, Rate
 from palestra.evals.run_report.charts import Marker, curve, smooth
 from palestra.evals.run_report.write import render, write_report
-from palestra.extras.bench.command import bar_panels_svg
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -140,15 +138,6 @@ def test_write_report_without_evaluations(tmp_path):
 def test_the_report_needs_no_torch():
     code = "import sys, palestra.evals.run_report.write; assert not {'torch', 'click', 'rich'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_bars_of_several_panels_stand_side_by_side_and_one_label_stands_out():
-    groups = {"one turn": {"speed": {"ours": 3.0, "theirs": 1.5}, "work": {"ours": 1.0, "theirs": 4.0}}}
-    svg = ET.fromstring(bar_panels_svg(groups, "a & b", highlight="ours"))
-    bars = svg.findall("{http://www.w3.org/2000/svg}rect")
-    assert [bar.get("class") for bar in bars] == ["bar highlight", "bar"] * 2
-    assert [float(bar.get("width", 0)) for bar in bars] == [210.0, 105.0, 52.5, 210.0]
-    assert bars[0].get("x") != bars[2].get("x")
 
 
 def test_rewards_outside_of_0_to_1_fit_the_chart_and_smoothing_keeps_a_constant():

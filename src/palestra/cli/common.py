@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from palestra.core.errors import NotFoundError, SettingError, StorageError
+from palestra.core.errors import StorageError
 from palestra.core.ranks import is_first_rank
 from palestra.models.names import is_local
 
@@ -76,19 +76,6 @@ def agent_options(function: Callable[..., Any]) -> Callable[..., Any]:
     ):
         function = option(function)
     return function
-
-
-def plot_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`--plot FILE.svg`; a bad path is refused before the work, not after it."""
-
-    def check(ctx: click.Context, param: click.Parameter, plot: Path | None) -> Path | None:
-        if plot is not None and plot.suffix.lower() != ".svg":
-            raise SettingError(f"--plot {plot} is no .svg file; charts are written as SVG, for example chart.svg")
-        if plot is not None and not plot.parent.is_dir():
-            raise NotFoundError(f"--plot {plot}: there is no folder {plot.parent}; make it, or name another")
-        return plot
-
-    return click.option("--plot", type=PATH, metavar="FILE.svg", callback=check, help=help)
 
 
 def out_option(help: str, default: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

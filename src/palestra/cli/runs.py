@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from palestra.cli.common import plot_option, returns_data, returns_data_at_end, table
+from palestra.cli.common import PATH, returns_data, returns_data_at_end, table
 from palestra.cli.find_run import (
     code_of_run,
     require_run,
@@ -27,7 +27,7 @@ from palestra.cli.find_run import (
 )
 from palestra.cli.settings import show as show_setting
 from palestra.cli.summary import print_findings, print_outcome, print_rows
-from palestra.core.errors import PalestraError, SettingError, StateError
+from palestra.core.errors import NotFoundError, PalestraError, SettingError, StateError
 from palestra.core.files import folder_size
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.text import show_path, show_seconds, show_size, sparkline, visible
@@ -312,9 +312,18 @@ def _changed(runs: Sequence[Run], errors: Sequence[str], console: Console) -> It
         raise StateError("\n".join(errors))
 
 
+def _svg_path(ctx: click.Context, param: click.Parameter, plot: Path | None) -> Path | None:
+    """A bad path is refused before the work, not after it."""
+    if plot is not None and plot.suffix.lower() != ".svg":
+        raise SettingError(f"--plot {plot} is no .svg file; charts are written as SVG, for example chart.svg")
+    if plot is not None and not plot.parent.is_dir():
+        raise NotFoundError(f"--plot {plot}: there is no folder {plot.parent}; make it, or name another")
+    return plot
+
+
 @_subcommand("compare")
 @run_argument(many=True)
-@plot_option("Write the curves as a chart.")
+@click.option("--plot", type=PATH, metavar="FILE.svg", callback=_svg_path, help="Write the curves as a chart.")
 def compare(runs: Sequence[str], plot: Path | None, console: Console) -> dict[str, Any]:
     """Compare two or more runs: the settings that differ, and the results.
 

@@ -16,13 +16,11 @@ EXTRAS = {
     "adapters": "environments of verifiers, OpenEnv and gymnasium",
     "agent_tools": "the ten rl_* tools with which an LLM agent runs trainings",
     "atropos": "environments in other programs, over the trajectory API; Atropos environments",
-    "bench": "how fast a model samples on this machine",
     "dashboard": "runs in a browser",
     "distill": "distillation: learning from a teacher's probabilities along the model's own rollouts",
     "environments": "the library: calculator, sql, treasure, shell, reasoning-gym, …",
     "gguf": "GGUF files in and out, Ollama, palestra/smollm2",
     "improve": "better instructions and tool descriptions by reflection (GEPA)",
-    "judge_check": "a judge compared with labels of people",
     "plan": "time, memory and cost of a training, predicted",
     "ranks": "one training on several GPUs or machines (FSDP2)",
     "ray": "rollout actors on a Ray cluster",
@@ -39,13 +37,11 @@ COMMANDS = {
     "improve": (
         "Train and score", "improve.command:command", "Evolve an agent's instructions and tool descriptions.",
     ),
-    "judge-check": ("Train and score", "judge_check.command:command", "Compare a judge with labels of people."),
     "rescore": (
         "Train and score", "rescore.command:command", "Score a run's stored rollouts with changed measures.",
     ),
     "dashboard": ("Runs", "dashboard.command:command", "Show runs, rollouts and tokens in a browser."),
     "plan": ("Runs", "plan.command:command", "Predict step time, memory and cost of a training."),
-    "bench": ("Runs", "bench.command:command", "Measure how fast a model samples on this machine."),
     "record": (
         "Agents and environments in other programs", "record.command:record",
         "Record what an agent says to an OpenAI- or Anthropic-style API.",

@@ -323,7 +323,7 @@ ROLLOUT_RULES: tuple[tuple[Rule, ...], ...] = (
         "the judge {name} prefers long answers: within a group its scores and the length of the answers correlate by "
         "{correlation:.2f} (mean of {groups:.0f} groups {e.when}), so the model learns to write more",
         ("say in the rubric that length is no merit, and what a short good answer looks like",
-         "compare the judge with labels of your own: palestra judge-check labels.jsonl",
+         "compare the judge with labels of your own: examples/judge_agreement.py",
          "add a measure of length, with a negative or a zero weight")),),
 )
 TRAINING_RULES: tuple[tuple[Rule, ...], ...] = (

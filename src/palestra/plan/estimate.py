@@ -168,24 +168,11 @@ def _smaller(work: StepWork) -> Iterator[Suggestion]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTime:
-    """One decode step by what it is spent on, and how many there are."""
+    """The decode steps: rows of each, how many there are, and the seconds of all by what they are spent on."""
 
     rows: int
     steps: float
-    step_parts: dict[str, float]
-
-    @property
-    def step_s(self) -> float:
-        return sum(self.step_parts.values())
-
-    @property
-    def total_s(self) -> float:
-        return self.steps * self.step_s
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Seconds of all decode steps by what they are spent on."""
-        return {name: self.steps * seconds for name, seconds in self.step_parts.items()}
+    parts: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +212,7 @@ def step_time(shape: ModelShape, device: Device, work: StepWork, needed: Memory)
     learner, communication = _learner(shape, device, work, reached)
     sampling = {
         "prefill": _prefill(shape, device, work, reached),
-        "decode": decode.total_s,
+        "decode": sum(decode.parts.values()),
         "agent loop": work.sampled * work.turns * reached.host_turn_s + (work.turns - 1) * work.tool_s,
     }
     learning = {
@@ -261,7 +248,7 @@ def _decode(shape: ModelShape, device: Device, work: StepWork, needed: Memory, r
     of_token = shape.kv_numbers * size
     fitting = work.sampled * needed.kv / max(1.0, work.kv_tokens * of_token + work.sampled * shape.state_bytes)
     rows = max(1, min(work.sampled, MAX_RUNNING, int(fitting + 0.01)))
-    waves = work.sampled / rows
+    steps = work.sampled / rows * work.new_tokens
     read = shape.layers * shape.read_layer_weights(rows) + shape.head_weights
     computed = _products(shape, rows, rows) / (device.flops * reached.prefill_flop_share)
     states = 2 * rows * shape.state_bytes / bandwidth  # read and written
@@ -273,7 +260,7 @@ def _decode(shape: ModelShape, device: Device, work: StepWork, needed: Memory, r
         "reading the KV cache": _tokens_read(shape, work, rows) * of_token / kv_bandwidth + states,
         "the scheduler": rows * reached.host_token_s,
     }
-    return DecodeTime(rows, waves * work.new_tokens, parts)
+    return DecodeTime(rows, steps, {name: steps * seconds for name, seconds in parts.items()})
 
 
 def _tokens_read(shape: ModelShape, work: StepWork, rows: int) -> float:

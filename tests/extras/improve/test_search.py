@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from palestra.core.endpoints import BudgetSpent
 from palestra.core.errors import SettingError
 from palestra.extras.improve.search import (
     Candidate,
-    ReflectorSpent,
     Search,
     Trial,
     choose_parent,
     front,
-    merge_texts,
     mergeable,
 )
 
@@ -42,8 +41,9 @@ def test_parents_are_drawn_by_the_cases_on_which_they_are_best():
 def test_a_merge_takes_what_each_line_has_changed():
     root = candidate(0, [0, 0])
     left, right = candidate(1, [1, 0], (0,), a="A"), candidate(2, [0, 1], (0,), b="B")
-    assert mergeable([root, left, right], set(), random.Random(0)) == (1, 2, 0)
-    assert merge_texts(left, right, root) == ({"a": "A", "b": "B"}, ("a", "b"))
+    merged = mergeable([root, left, right], set(), random.Random(0))
+    assert merged is not None
+    assert (merged.parents, merged.texts, merged.changed) == ((1, 2), {"a": "A", "b": "B"}, ("a", "b"))
     assert mergeable([root, left, right], {(1, 2)}, random.Random(0)) is None
     child = candidate(2, [0, 1], (1,), a="A", b="B")
     assert mergeable([root, left, child], set(), random.Random(0)) is None  # one is the other's ancestor
@@ -96,7 +96,7 @@ def test_a_text_that_does_not_help_on_its_minibatch_is_not_kept():
 
 def test_a_reflector_whose_budget_is_spent_ends_the_search_with_what_it_has():
     async def spent(texts, component, trials, seed):
-        raise ReflectorSpent("max_calls=3")
+        raise BudgetSpent("max_calls=3")
 
     found, events = search(spent, budget=100, minibatch=4)
     assert asyncio.run(found.run({"a": "", "b": ""})).number == 0

@@ -46,11 +46,6 @@ class Rubric:
         state["reward"] = 2.0 * (state["completion"][-1]["content"] == state["answer"])
 
 
-class OldRubric:
-    async def score_rollout(self, prompt, completion, answer, state, task, info, example_id=None) -> Any:
-        return SimpleNamespace(reward=float(completion[-1]["content"] == answer), metrics={})
-
-
 @dataclass
 class SingleTurn:
     rubric: Any = field(default_factory=Rubric)
@@ -68,10 +63,9 @@ def repeat(messages: Sequence[Message]) -> str:
     return next(m.text for m in messages if m.role == "user").removeprefix("Repeat: ")
 
 
-@pytest.mark.parametrize(("rubric", "reward"), [(Rubric(), 2.0), (OldRubric(), 1.0)])
-def test_a_verifiers_environment_is_scored_by_its_rubric(rubric, reward):
-    assert [r.reward for r in play(VerifiersEnv(SingleTurn(rubric)), repeat)] == [reward] * 3
-    assert [r.reward for r in play(VerifiersEnv(SingleTurn(rubric)), lambda _: "no")] == [0.0] * 3
+def test_a_verifiers_environment_is_scored_by_its_rubric():
+    assert [r.reward for r in play(VerifiersEnv(SingleTurn()), repeat)] == [2.0] * 3
+    assert [r.reward for r in play(VerifiersEnv(SingleTurn()), lambda _: "no")] == [0.0] * 3
 
 
 def test_verifiers_problems_are_never_both_trained_on_and_held_out():
@@ -90,12 +84,16 @@ class CountDown(SingleTurn):
         state["left"] = 3
         return state
 
-    async def is_completed(self, messages: list, state: dict) -> bool:
-        return state["left"] == 0
+    @property
+    def _stop_conditions(self) -> list:
+        async def has_ended(state: dict) -> bool:
+            return state["left"] == 0
 
-    async def env_response(self, messages: list, state: dict) -> tuple[list[dict], dict]:
+        return [lambda state: state["left"] < 0, has_ended]  # verifiers takes functions of both kinds
+
+    async def env_response(self, messages: list, state: dict) -> list[dict]:
         state["left"] -= 1
-        return [{"role": "user", "content": f"{state['left']} left"}], state
+        return [{"role": "user", "content": f"{state['left']} left"}]
 
 
 def test_a_multi_turn_verifiers_environment_answers():

@@ -18,7 +18,6 @@ from palestra.core.types import Message, Problem, Rollout, Score, ToolCall
 from palestra.evals.judge import judge, read_verdict, ruler
 from palestra.evals.measures import Measure, MeasureContext, measure, run_group_measure, run_measure
 from palestra.evals.rollout_stats import length_metrics
-from palestra.extras.judge_check.command import agreement
 from palestra.rollout.local_models import LocalModels
 
 FAST = {"retry_pause_s": 0.0}
@@ -275,19 +274,6 @@ def test_a_group_measure_of_ones_own_sees_all_attempts():
     assert [s.value for s in grade(longest, context("4"), context("four"))] == [0.0, 1.0]
     short = Measure("short", lambda contexts: [1.0], group=True)
     assert all("for 2 attempts" in s.reason and s.error for s in grade(short, context("4"), context("5")))
-
-
-def test_tau_b_is_that_of_the_definition_and_its_interval_holds_it():
-    found = agreement([[(0.1, 0), (0.5, 1), (0.9, 2)]] * 4)
-    assert found is not None
-    assert (found.tau, found.low, found.high, found.pairs, found.agreed) == (1.0, 1.0, 1.0, 12, 1.0)
-    # pairs of (score, label): 4 concordant, 1 discordant, 1 tied in the scores
-    found = agreement([[(1, 1), (2, 3), (3, 2), (3, 4)]])
-    assert found is not None
-    assert found.tau == pytest.approx((4 - 1) / (6 * 5) ** 0.5)
-    assert found.low <= found.tau <= found.high
-    assert found.agreed == pytest.approx(4.5 / 6)
-    assert agreement([[(0.1, 1), (0.9, 1)]]) is None, "labels that never differ"
 
 
 def rollout(answer: str, value: float, error: bool = False) -> Rollout:

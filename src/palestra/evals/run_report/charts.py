@@ -147,7 +147,11 @@ def curves_svg(curves: Mapping[str, Sequence[Point]], title: str, *, percent: bo
             parts.append(f'<polyline class="{kind}" stroke="{colour}" points="{_path(frame, line)}"/>')
         parts.append(f'<rect x="{frame.left}" y="{y - 9}" width="18" height="4" rx="2" fill="{colour}"/>')
         parts.append(f'<text x="{frame.left + 26}" y="{y}">{escape(name)}</text>')
-    return svg_file(frame.width, frame.height + 12 + row * len(curves), title, _CURVES_STYLE, parts)
+    width, height = frame.width, frame.height + 12 + row * len(curves)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img"><title>{escape(title)}</title><style>{_CURVES_STYLE}</style>{"".join(parts)}</svg>\n'
+    )
 
 
 def _grid(frame: Frame, percent: bool) -> str:
@@ -192,13 +196,6 @@ def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">'
         f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
-    )
-
-
-def svg_file(width: int, height: int, title: str, style: str, parts: Sequence[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img"><title>{escape(title)}</title><style>{style}</style>{"".join(parts)}</svg>\n'
     )
 
 

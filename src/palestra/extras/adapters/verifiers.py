@@ -12,7 +12,6 @@ import inspect
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -79,22 +78,19 @@ class VerifiersEnv(Env):
         if getattr(self.theirs, "max_turns", -1) == 1 or self.tools() or not hasattr(self.theirs, "env_response"):
             return None
         messages = await self._record()
-        if await self._is_completed(messages):
-            return None
-        reply = await _awaited(self.theirs.env_response(messages, self.state))
-        reply = reply[0] if isinstance(reply, tuple) else reply  # older versions give the state back too
+        for condition in self.theirs._stop_conditions:
+            stops = condition(self.state)
+            if await stops if inspect.isawaitable(stops) else stops:
+                return None
+        reply = await self.theirs.env_response(messages, self.state)
         return _messages(reply) if reply and not self.state.get("final_env_response") else None
 
     async def score(self, answer: str) -> dict[str, float]:
         await self._record()
         if _has_group_rewards(self.theirs.rubric):
             return {}
-        state, score = self.state, self.theirs.rubric.score_rollout
-        if "prompt" in inspect.signature(score).parameters:  # before 0.1.8
-            known = {name: state[name] for name in ("prompt", "completion", "answer", "task", "info", "example_id")}
-            return {"reward": float((await score(state=state, **known)).reward)}
-        await _scored(score, state)
-        return {"reward": float(state["reward"])}
+        await self.theirs.rubric.score_rollout(self.state)
+        return {"reward": float(self.state["reward"])}
 
     async def score_group(self, attempts: Sequence[Any]) -> list[dict[str, float]] | None:
         """A Rubric with a function of the whole group scores siblings together, with its other functions."""
@@ -102,7 +98,7 @@ class VerifiersEnv(Env):
         if not _has_group_rewards(rubric):
             return None
         states = [attempt.state for attempt in attempts]
-        await _scored(rubric.score_group, states)
+        await rubric.score_group(states)
         return [{"reward": float(state["reward"])} for state in states]
 
     async def _record(self) -> list[Any]:
@@ -110,7 +106,7 @@ class VerifiersEnv(Env):
         if not self._is_ready:
             self._is_ready = True
             if hasattr(self.theirs, "setup_state"):
-                self.state = await _awaited(self.theirs.setup_state(self.state)) or self.state
+                self.state = await self.theirs.setup_state(self.state) or self.state
         messages = _as_theirs([message for message in self.messages if message.role != "system"])
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         first = replies[0] if replies else len(messages)
@@ -120,19 +116,6 @@ class VerifiersEnv(Env):
             {"prompt": messages[:i], "completion": [messages[i]], "reward": None, "advantage": None} for i in replies
         ]
         return messages
-
-    async def _is_completed(self, messages: list[Any]) -> bool:
-        conditions = getattr(self.theirs, "_stop_conditions", None)
-        if conditions is not None:
-            return any([await _awaited(condition(self.state)) for condition in conditions])
-        return bool(await _awaited(self.theirs.is_completed(messages, self.state)))
-
-
-async def _scored(score: Any, state: Any) -> None:
-    """Some versions take a semaphore, too."""
-    await (
-        score(state, score_sem=nullcontext()) if "score_sem" in inspect.signature(score).parameters else score(state)
-    )
 
 
 def _has_group_rewards(rubric: Any) -> bool:
@@ -304,7 +287,3 @@ def _messages(value: Any) -> tuple[Message, ...]:
     if isinstance(value, str):
         return as_messages(value)
     return as_messages([item.model_dump() if hasattr(item, "model_dump") else item for item in value])
-
-
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value

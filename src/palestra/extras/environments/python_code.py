@@ -7,7 +7,6 @@ import random
 import re
 import string
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from palestra.core.types import Score
@@ -18,6 +17,8 @@ from palestra.envs.sandbox.config import MAX_SANDBOXES, SandboxConfig
 _LIMITS = SandboxLimits(seconds=5.0, memory_mib=256, processes=8, output_bytes=32_000)
 _BLOCK = re.compile(r"```(?:python|py)?\n(.*?)(?:```|\Z)", re.DOTALL)
 _CASES = 8
+_ORDERS, _SIGNS = ((True, "largest"), (False, "smallest")), ((">", "more"), ("<", "fewer"))
+Draw = Callable[[random.Random], Any]
 
 # Runs in the sandbox, where the expected values are not: calls `solve` and writes what it gives.
 _RUNNER = """
@@ -39,22 +40,6 @@ with open("results.json", "w") as file:
 """
 
 
-@dataclass(frozen=True)
-class Task:
-    """A function to be written. `code` is one that is right."""
-
-    text: str
-    code: str
-    arguments: Callable[[random.Random], tuple[Any, ...]]
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        scope: dict[str, Any] = {}
-        exec(self.code, scope)  # our own code, not a model's
-        function: Callable[..., Any] = scope["solve"]
-        return function
-
-
 def _numbers(rng: random.Random) -> tuple[list[int]]:
     return ([rng.randint(-20, 60) for _ in range(rng.randint(3, 9))],)
 
@@ -64,56 +49,48 @@ def _sentence(rng: random.Random) -> tuple[str]:
     return (" ".join(words),)
 
 
-def make_task(rng: random.Random) -> Task:
-    match rng.randrange(6):
-        case 0:
-            k, factor = rng.randint(2, 9), rng.randint(1, 9)
-            return Task(
-                f"solve(numbers) returns {factor} times the sum of the numbers that are divisible by {k}.",
-                f"def solve(numbers):\n    return {factor} * sum(n for n in numbers if n % {k} == 0)\n",
-                _numbers,
-            )
-        case 1:
-            count = rng.randint(1, 5)
-            order, name = rng.choice(((True, "largest"), (False, "smallest")))
-            return Task(
-                f"solve(numbers) returns a list of the {count} {name} numbers, the {name} first.",
-                f"def solve(numbers):\n    return sorted(numbers, reverse={order})[:{count}]\n",
-                _numbers,
-            )
-        case 2:
-            places = rng.randint(1, 7)
-            return Task(
-                f"solve(numbers) returns the list turned {places} places to the left: the first number comes to the "
-                f"end, {places} times over.",
-                f"def solve(numbers):\n    k = {places} % len(numbers)\n    return numbers[k:] + numbers[:k]\n",
-                _numbers,
-            )
-        case 3:
-            length = rng.randint(1, 7)
-            comparison, name = rng.choice(((">", "more"), ("<", "fewer")))
-            return Task(
-                f"solve(text) returns how many words of the text have {name} than {length} letters.",
-                f"def solve(text):\n    return sum(len(word) {comparison} {length} for word in text.split())\n",
-                _sentence,
-            )
-        case 4:
-            old, new = rng.sample(string.ascii_lowercase, 2)
-            return Task(
-                f"solve(text) returns the text with every letter {old} replaced by {new}, and then turned round, so "
-                "that it reads backwards.",
-                f"def solve(text):\n    return text.replace({old!r}, {new!r})[::-1]\n",
-                _sentence,
-            )
-        case _:
-            first, second = rng.randint(0, 9), rng.randint(1, 9)
-            return Task(
-                f"A sequence begins with {first}, {second}; each further number is the sum of the two before it. "
-                f"solve(n) returns its number n, so that solve(0) is {first}.",
-                f"def solve(n):\n    a, b = {first}, {second}\n    for _ in range(n):\n        a, b = b, a + b\n"
-                "    return a\n",
-                lambda rng: (rng.randint(0, 20),),
-            )
+# The text of a task, code that is right, the arguments of a call, and what is drawn to fill in text and code.
+_TASKS: tuple[tuple[str, str, Draw, Draw], ...] = (
+    (
+        "solve(numbers) returns {factor} times the sum of the numbers that are divisible by {k}.",
+        "def solve(numbers):\n    return {factor} * sum(n for n in numbers if n % {k} == 0)\n",
+        _numbers,
+        lambda rng: {"k": rng.randint(2, 9), "factor": rng.randint(1, 9)},
+    ),
+    (
+        "solve(numbers) returns a list of the {count} {name} numbers, the {name} first.",
+        "def solve(numbers):\n    return sorted(numbers, reverse={order})[:{count}]\n",
+        _numbers,
+        lambda rng: {"count": rng.randint(1, 5)} | dict(zip(("order", "name"), rng.choice(_ORDERS), strict=True)),
+    ),
+    (
+        "solve(numbers) returns the list turned {places} places to the left: the first number comes to the end, "
+        "{places} times over.",
+        "def solve(numbers):\n    k = {places} % len(numbers)\n    return numbers[k:] + numbers[:k]\n",
+        _numbers,
+        lambda rng: {"places": rng.randint(1, 7)},
+    ),
+    (
+        "solve(text) returns how many words of the text have {name} than {length} letters.",
+        "def solve(text):\n    return sum(len(word) {sign} {length} for word in text.split())\n",
+        _sentence,
+        lambda rng: {"length": rng.randint(1, 7)} | dict(zip(("sign", "name"), rng.choice(_SIGNS), strict=True)),
+    ),
+    (
+        "solve(text) returns the text with every letter {old} replaced by {new}, and then turned round, so that it "
+        "reads backwards.",
+        "def solve(text):\n    return text.replace({old!r}, {new!r})[::-1]\n",
+        _sentence,
+        lambda rng: dict(zip(("old", "new"), rng.sample(string.ascii_lowercase, 2), strict=True)),
+    ),
+    (
+        "A sequence begins with {first}, {second}; each further number is the sum of the two before it. solve(n) "
+        "returns its number n, so that solve(0) is {first}.",
+        "def solve(n):\n    a, b = {first}, {second}\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n",
+        lambda rng: (rng.randint(0, 20),),
+        lambda rng: {"first": rng.randint(0, 9), "second": rng.randint(1, 9)},
+    ),
+)
 
 
 class PythonCode(Env):
@@ -132,11 +109,14 @@ class PythonCode(Env):
 
     def make_problem(self, rng: random.Random) -> Any:
         while True:
-            task = make_task(rng)
-            solve, example = task.function, task.arguments(rng)
+            text, code, arguments, draw = _TASKS[rng.randrange(len(_TASKS))]
+            words, scope = draw(rng), dict[str, Any]()
+            text, code = text.format(**words), code.format(**words)
+            exec(code, scope)  # our own code, not a model's
+            solve, example = scope["solve"], arguments(rng)
             calls, results = list[Any](), list[Any]()  # other than the example; at most two have the same result
             for _ in range(5 * _CASES):
-                call = task.arguments(rng)
+                call = arguments(rng)
                 result = solve(*call)
                 if call != example and results.count(result) < 2:
                     calls.append(call)
@@ -144,10 +124,10 @@ class PythonCode(Env):
             if len(calls) >= _CASES:  # a few tasks have almost always the same result
                 break
         return {
-            "input": f"{task.text}\n\nFor example, solve({', '.join(map(repr, example))}) gives {solve(*example)!r}.",
+            "input": f"{text}\n\nFor example, solve({', '.join(map(repr, example))}) gives {solve(*example)!r}.",
             "expect": results[:_CASES],
             "calls": calls[:_CASES],
-            "code": task.code,
+            "code": code,
         }
 
     def start(self) -> None:

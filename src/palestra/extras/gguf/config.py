@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,30 +14,60 @@ import torch
 from palestra.core.errors import UnsupportedError
 from palestra.extras.gguf.file import GgufFile
 
-# transformers' rope_type -> {its parameter: the GGUF key below rope.scaling}
-_KEYS: dict[str, dict[str, str]] = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "llama3": {},  # stored as a tensor of divisors instead
-    "yarn": {
-        "factor": "factor",
-        "original_max_position_embeddings": "original_context_length",
-        "beta_fast": "yarn_beta_fast",
-        "beta_slow": "yarn_beta_slow",
-        "attention_factor": "yarn_attn_factor",
-    },
-    "longrope": {
-        "original_max_position_embeddings": "original_context_length",
-        "attention_factor": "attn_factor",
-    },
+log = logging.getLogger("palestra")
+
+
+class Number(NamedTuple):
+    """A number of a model: its name in transformers' config, and its GGUF key without the architecture's name."""
+
+    name: str
+    key: str
+    kind: type[int] | type[float]
+    is_required: bool = True
+
+
+_NUMBERS = (
+    Number("num_hidden_layers", "block_count", int),
+    Number("hidden_size", "embedding_length", int),
+    Number("intermediate_size", "feed_forward_length", int),
+    Number("num_attention_heads", "attention.head_count", int),
+    Number("max_position_embeddings", "context_length", int),
+    Number("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
+    Number("num_key_value_heads", "attention.head_count_kv", int, False),
+    Number("head_dim", "attention.key_length", int, False),
+    Number("attn_logit_softcapping", "attn_logit_softcapping", float, False),
+    Number("final_logit_softcapping", "final_logit_softcapping", float, False),
+)
+_ORIGINAL = Number("original_max_position_embeddings", "rope.scaling.original_context_length", int)
+# transformers' rope_type -> its parameters
+_ROPE: dict[str, tuple[Number, ...]] = {
+    "default": (),
+    "linear": (Number("factor", "rope.scaling.factor", float),),
+    "llama3": (),  # stored as a tensor of divisors instead
+    "yarn": (
+        Number("factor", "rope.scaling.factor", float),
+        _ORIGINAL,
+        Number("beta_fast", "rope.scaling.yarn_beta_fast", float, False),
+        Number("beta_slow", "rope.scaling.yarn_beta_slow", float, False),
+        Number("attention_factor", "rope.scaling.yarn_attn_factor", float, False),
+    ),
+    "longrope": (_ORIGINAL, Number("attention_factor", "rope.scaling.attn_factor", float)),
 }
-_OPTIONAL_KEYS = {"yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor"}
 _DIVISORS = "rope_freqs.weight"
 _FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 ROPE_TENSORS = {_DIVISORS, *_FACTORS.values()}
 _LOW, _HIGH = 1.0, 4.0  # low_freq_factor and high_freq_factor, the same for every Llama 3
 _LLAMA3_CONTEXT = 8192  # the usual original context
 _MAX_HEAD_DIM = 1 << 16
+
+
+def _read(file: GgufFile, numbers: Sequence[Number]) -> dict[str, Any]:
+    found = [n for n in numbers if n.is_required or file.field(n.key) is not None]
+    return {n.name: file.number(n.key, n.kind, least=int(n.kind is int)) for n in found}
+
+
+def _written(value_of: Callable[[str], Any], numbers: Sequence[Number]) -> dict[str, Any]:
+    return {n.key: n.kind(value) for n in numbers if (value := value_of(n.name)) is not None}
 
 
 def rope_from_gguf(file: GgufFile, head_dim: int, local_theta: float = 0.0) -> dict[str, Any]:
@@ -58,9 +88,7 @@ def rope_from_gguf(file: GgufFile, head_dim: int, local_theta: float = 0.0) -> d
     rope["rope_type"] = kind
     if size != head_dim:
         rope["partial_rotary_factor"] = size / head_dim
-    for name, key in _KEYS[kind].items():
-        if key not in _OPTIONAL_KEYS or file.field(f"rope.scaling.{key}") is not None:
-            rope[name] = _number(name, file.number(f"rope.scaling.{key}", float))
+    rope |= _read(file, _ROPE[kind])
     if not local_theta:
         return rope
     local = {"rope_type": "default", "rope_theta": file.number("rope.freq_base_swa", float, local_theta, least=1)}
@@ -74,16 +102,13 @@ def rope_to_gguf(config: Any) -> dict[str, Any]:
     if local := config.rope_parameters.get("sliding_attention", {}):
         fields["rope.freq_base_swa"] = float(local["rope_theta"])
     kind, local_kind = rope["rope_type"], local.get("rope_type", "default")
-    if kind not in _KEYS or local_kind != "default":
+    if kind not in _ROPE or local_kind != "default":
         raise UnsupportedError(
-            f"rope type {local_kind if kind in _KEYS else kind!r} cannot be written as GGUF; supported are "
-            f"{', '.join(_KEYS)}, and for sliding layers default"
+            f"rope type {local_kind if kind in _ROPE else kind!r} cannot be written as GGUF; supported are "
+            f"{', '.join(_ROPE)}, and for sliding layers default"
         )
-    for name, key in _KEYS[rope["rope_type"]].items():
-        if rope.get(name) is not None:
-            fields["rope.scaling.type"] = rope["rope_type"]
-            fields[f"rope.scaling.{key}"] = _number(name, rope[name])
-    return fields
+    scaling = _written(rope.get, _ROPE[kind])
+    return fields | ({"rope.scaling.type": kind} if scaling else {}) | scaling
 
 
 def rope_tensors(config: Any) -> dict[str, torch.Tensor]:
@@ -117,10 +142,6 @@ def _rope_of(config: Any) -> dict[str, Any]:
     return rope
 
 
-def _number(name: str, value: Any) -> int | float:
-    return int(value) if name == "original_max_position_embeddings" else float(value)
-
-
 def _wavelengths(theta: float, size: int) -> np.ndarray:
     """In tokens, of each pair of dimensions: [size / 2]."""
     return 2 * math.pi * theta ** (np.arange(0, size, 2, dtype=np.float64) / size)
@@ -149,25 +170,6 @@ def _fit_llama3(file: GgufFile, theta: float, size: int) -> dict[str, Any]:
     raise UnsupportedError(
         f"{file.path} scales RoPE frequencies in another way than Llama 3; give the model's Hugging Face folder"
     )
-
-
-log = logging.getLogger("palestra")
-
-# A number in transformers' config -> the GGUF key that holds it, without the architecture's name in front
-_REQUIRED: dict[str, tuple[str, type[int] | type[float]]] = {
-    "num_hidden_layers": ("block_count", int),
-    "hidden_size": ("embedding_length", int),
-    "intermediate_size": ("feed_forward_length", int),
-    "num_attention_heads": ("attention.head_count", int),
-    "max_position_embeddings": ("context_length", int),
-    "rms_norm_eps": ("attention.layer_norm_rms_epsilon", float),
-}
-_OPTIONAL: dict[str, tuple[str, type[int] | type[float]]] = {
-    "num_key_value_heads": ("attention.head_count_kv", int),
-    "head_dim": ("attention.key_length", int),
-    "attn_logit_softcapping": ("attn_logit_softcapping", float),
-    "final_logit_softcapping": ("final_logit_softcapping", float),
-}
 
 
 @dataclass(frozen=True)
@@ -261,9 +263,7 @@ def config_from_gguf(file: GgufFile) -> Any:
     from transformers import AutoConfig
 
     architecture = architecture_of_file(file)
-    settings: dict[str, Any] = {
-        name: file.number(key, kind, least=int(kind is int)) for name, (key, kind) in _REQUIRED.items()
-    }
+    settings = _read(file, [n for n in _NUMBERS if n.is_required])
     heads, width, layers = (settings[name] for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     # Reject sizes that do not fit the tensors before a model of that size is allocated.
     blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
@@ -273,10 +273,7 @@ def config_from_gguf(file: GgufFile) -> Any:
             raise file.corrupt(f"{file.architecture}.{key} is {value}, but its tensors have {actual}")
     if heads > width:
         raise file.corrupt(f"it has {heads} heads in {width} dimensions")
-    settings |= {"num_key_value_heads": heads, "head_dim": width // heads}
-    for name, (key, kind) in _OPTIONAL.items():
-        if file.field(key) is not None:
-            settings[name] = file.number(key, kind, least=int(kind is int))
+    settings |= {"num_key_value_heads": heads, "head_dim": width // heads} | _read(file, _NUMBERS)
     if architecture.optional_bias:
         settings["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if architecture.name == "phi3":
@@ -312,18 +309,9 @@ def config_to_gguf(config: Any) -> dict[str, str | int | float]:
         raise UnsupportedError(
             f"query_pre_attn_scalar={scale} cannot be written as GGUF: llama.cpp uses {derived} for this shape"
         )
-    fields: dict[str, Any] = {}
-    for name, (key, kind) in (_REQUIRED | _OPTIONAL).items():
-        value: Any = getattr(config, name, None)
-        if value is not None:
-            fields[key] = kind(value)
-    head_dim = head_dim_of(config)
-    fields |= {
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "vocab_size": config.vocab_size,
-    }
-    return fields | _window_to_gguf(architecture, config) | rope_to_gguf(config)
+    fields = _written(lambda name: getattr(config, name, None), _NUMBERS)
+    fields |= dict.fromkeys(("attention.key_length", "attention.value_length"), head_dim_of(config))
+    return fields | {"vocab_size": config.vocab_size} | _window_to_gguf(architecture, config) | rope_to_gguf(config)
 
 
 def _attention_scale(architecture: Architecture, config: Any) -> int:

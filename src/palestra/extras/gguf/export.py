@@ -152,6 +152,7 @@ QUANTIZED = tuple(
 )
 _HOMES = ("~", "~/code", "~/projects", "~/src", "/opt", ".")  # usual places of a checkout
 _USUAL_FOLDERS = (*(f"{home}/llama.cpp" for home in _HOMES), "~/.local", "/usr/local", "/opt/homebrew")
+_PLACES = ("", "bin", "build/bin")
 _BUILD = f"build it there with: cmake -B build && cmake --build build --target {PROGRAM}"
 
 
@@ -209,16 +210,14 @@ def find_llama_quantize(llama_cpp: str | None = None) -> Path:
     """The program in the llama.cpp folder of the argument or of LLAMA_CPP_PATH, on PATH or in a usual folder."""
     for name, folder in (("llama_cpp_path", llama_cpp), ("LLAMA_CPP_PATH", os.environ.get("LLAMA_CPP_PATH"))):
         if folder:
-            if program := next(_programs_in(Path(folder).expanduser()), None):
-                return program
+            if program := shutil.which(folder) or shutil.which(PROGRAM, path=_places(folder)):
+                return Path(program)
             searched = "the folder itself, bin and build/bin"
             raise SettingError(f"{name}={folder} has no {PROGRAM} (searched: {searched}); {_BUILD}")
-    if on_path := shutil.which(PROGRAM):
-        return Path(on_path)
-    folders = [Path(folder).expanduser() for folder in _USUAL_FOLDERS]
-    if program := next((program for folder in folders for program in _programs_in(folder)), None):
-        return program
+    if program := shutil.which(PROGRAM) or shutil.which(PROGRAM, path=_places(*_USUAL_FOLDERS)):
+        return Path(program)
     needed = f"types other than f32, f16, bf16 and q8_0 need llama.cpp's {PROGRAM}"
+    folders = (Path(folder).expanduser() for folder in _USUAL_FOLDERS)
     if checkout := next((folder for folder in folders if (folder / "CMakeLists.txt").is_file()), None):
         raise MissingPackageError(f"{needed}, which {checkout} has not built yet; {_BUILD}")
     raise MissingPackageError(
@@ -227,7 +226,6 @@ def find_llama_quantize(llama_cpp: str | None = None) -> Path:
     )
 
 
-def _programs_in(folder: Path) -> Iterator[Path]:
-    for candidate in (folder, folder / PROGRAM, folder / "bin" / PROGRAM, folder / "build" / "bin" / PROGRAM):
-        if candidate.is_file() and os.access(candidate, os.X_OK):
-            yield candidate
+def _places(*folders: str) -> str:
+    """The folders, and where llama.cpp is built in them, as a search path."""
+    return os.pathsep.join(str(Path(folder).expanduser() / place) for folder in folders for place in _PLACES)

@@ -18,7 +18,7 @@ from palestra.agents.agent import Agent
 from palestra.agents.openai_agents import as_agent
 from palestra.agents.programs import ProgramAgent
 from palestra.agents.texts import INSTRUCTIONS, TOOL, Texts, read_tool_text, texts_of, with_texts
-from palestra.core.chat_model import POLICY, BudgetSpent, CallLimits, ChatModel, hosting
+from palestra.core.chat_model import POLICY, CallLimits, ChatModel, hosting
 from palestra.core.config import RunConfig
 from palestra.core.errors import RolloutError, SettingError, UnsupportedError
 from palestra.core.event_loop import outside_event_loop
@@ -30,7 +30,7 @@ from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.judge import conversation_text
 from palestra.evals.report import EvalReport, pair
 from palestra.evals.suite import EvalSuite, hold_out
-from palestra.extras.improve.search import Candidate, ReflectorSpent, Search, Trial
+from palestra.extras.improve.search import Candidate, Search, Trial
 from palestra.policy.openai import OpenAISettings
 from palestra.rollout.collect import Collector, require_one_good
 from palestra.rollout.evaluate import evaluate
@@ -179,8 +179,7 @@ async def _search(trying: _Trying, search: Search, reflector: ChatModel, texts: 
     before = await trying.score(texts)
     best = await search.run(texts)
     is_better = best.mean > search.candidates[0].mean
-    better = best.texts if is_better else texts
-    usage = reflector.usage
+    better, usage = best.texts if is_better else texts, reflector.usage
     return Improvement(
         agent=with_texts(trying.agent, better),
         before_texts=texts,
@@ -270,8 +269,6 @@ async def ask_for_text(
         return await model.ask(messages, lambda text: read_text(text, texts[component]), seed=seed)
     except ValueError:
         return None
-    except BudgetSpent as error:
-        raise ReflectorSpent(str(error)) from None
     except RolloutError as error:
         log.warning("no reflection: %s", error)
         return None

@@ -1,19 +1,23 @@
 """GEPA: texts evolve by reflection. A pool of candidates, parents by Pareto fronts over cases, merges of two lines.
 
 Agrawal et al., "GEPA: Reflective Prompt Evolution Can Outperform Reinforcement Learning" (arXiv 2507.19457).
+
+The package `gepa` (0.1.4) is not used: it exceeds its budget by up to a minibatch and a round of Pareto cases, merges in
+the order of a set of strings (another result in each process), fails at a merge if the first candidate scores 0 on all
+cases, asks again after the reflector's budget is spent, and has no value for an attempt without a verdict.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import fmean
 
+from palestra.agents.texts import Texts
+from palestra.core.endpoints import BudgetSpent
 from palestra.core.errors import SettingError
-
-Texts = Mapping[str, str]  # component -> text
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +33,6 @@ class Trial:
 
 Evaluate = Callable[[Texts, Sequence[str]], Awaitable[list[Trial]]]  # of texts, on cases by id
 Reflect = Callable[[Texts, str, Sequence[Trial], int], Awaitable[str | None]]  # a new text for a component, if any
-
-
-class ReflectorSpent(Exception):
-    """The reflector may not be asked any more; the search ends with what it has."""
 
 
 @dataclass(slots=True)
@@ -80,19 +80,19 @@ class Search:
                 f"of {self.minibatch}; give at least {least}, or compare on fewer cases"
             )
         rng = random.Random(self.seed)
-        await self._add(dict(texts), how="start")
+        await self._add(Candidate(0, dict(texts), {}))
         merges_due = merged = iteration = 0
-        tried: set[tuple[int, int]] = set()
+        tried: set[tuple[int, ...]] = set()
         while self.used + 2 * self.minibatch <= self.budget:
             iteration += 1
-            if merges_due and merged < self.merges and (pair := mergeable(self.candidates, tried, rng)):
-                tried.add(pair[:2])
+            if merges_due and merged < self.merges and (child := mergeable(self.candidates, tried, rng)):
+                tried.add(child.parents)
                 merges_due -= 1
-                merged += await self._merge(*pair, rng)
+                merged += await self._merge(child, rng)
                 continue
             try:
                 merges_due += await self._mutate(rng, iteration)
-            except ReflectorSpent as end:
+            except BudgetSpent as end:  # of the reflector; the search ends with what it has
                 self.on_event(f"{end}; the search ends")
                 break
             if self.rejected >= 8 * len(self.candidates) + 40:  # the reflector has nothing to say
@@ -120,30 +120,28 @@ class Search:
         if sum(t.score - old[t.case] for t in after if t.score is not None and t.case in old) <= 0.0:
             self.rejected += 1
             return False
-        return await self._add(texts, (parent.number,), (component,), "reflection")
+        return await self._add(
+            Candidate(len(self.candidates), texts, {}, (parent.number,), (component,), "reflection", parent.turn)
+        )
 
-    async def _merge(self, first: int, second: int, ancestor: int, rng: random.Random) -> bool:
-        a, b, root = (self.candidates[i] for i in (first, second, ancestor))
-        texts, changed = merge_texts(a, b, root)
+    async def _merge(self, child: Candidate, rng: random.Random) -> bool:
+        parents = [self.candidates[number] for number in child.parents]
         cases = rng.sample(list(self.pareto_cases), min(self.minibatch, len(self.pareto_cases)))
-        trials = await self._trials(texts, cases)
-        sums = [sum(each.scores.get(case, 0.0) for case in cases) for each in (a, b)]
+        trials = await self._trials(child.texts, cases)
+        sums = [sum(each.scores.get(case, 0.0) for case in cases) for each in parents]
         if sum(trial.score or 0.0 for trial in trials) < max(sums):
             return False
-        return await self._add(texts, (first, second), changed, "merge")
+        child.turn = max(each.turn for each in parents)
+        return await self._add(child)
 
-    async def _add(
-        self, texts: dict[str, str], parents: tuple[int, ...] = (), changed: tuple[str, ...] = (), how: str = ""
-    ) -> bool:
+    async def _add(self, new: Candidate) -> bool:
         """Score a candidate on the Pareto cases and add it; False where the budget does not allow it."""
         if self.used + len(self.pareto_cases) > self.budget:
             return False
-        trials = await self._trials(texts, self.pareto_cases)
-        scores = {trial.case: trial.score for trial in trials if trial.score is not None}
-        new = Candidate(len(self.candidates), texts, scores, parents, changed, how)
-        new.turn = max((self.candidates[i].turn for i in parents), default=0)
+        trials = await self._trials(new.texts, self.pareto_cases)
+        new.scores = {trial.case: trial.score for trial in trials if trial.score is not None}
         self.candidates.append(new)
-        what = f" ({how}: {', '.join(changed)})" if changed else ""
+        what = f" ({new.how}: {', '.join(new.changed)})" if new.changed else ""
         self.on_event(f"candidate {new.number}: {new.mean:.3f}{what}; {self.used} of {self.budget} attempts")
         return True
 
@@ -184,31 +182,23 @@ def ancestors(candidates: Sequence[Candidate], number: int) -> set[int]:
     return set(parents).union(*(ancestors(candidates, parent) for parent in parents))
 
 
-def mergeable(
-    candidates: Sequence[Candidate], tried: set[tuple[int, int]], rng: random.Random
-) -> tuple[int, int, int] | None:
-    """Two of the front with a common ancestor, from which each has changed something that the other has not."""
+def mergeable(candidates: Sequence[Candidate], tried: set[tuple[int, ...]], rng: random.Random) -> Candidate | None:
+    """The merge of two of the front, without scores, where each has changed a text that the other has not.
+
+    The changes are those since their best common ancestor; of a text that both changed, the better one's is taken.
+    """
     pairs = [pair for pair in combinations(sorted(front(candidates)), 2) if pair not in tried]
     rng.shuffle(pairs)
     for first, second in pairs:
         lines = ancestors(candidates, first), ancestors(candidates, second)
         if first in lines[1] or second in lines[0]:
             continue
+        a, b = sorted((candidates[first], candidates[second]), key=lambda candidate: -candidate.mean)
         for root in sorted(lines[0] & lines[1], key=lambda n: candidates[n].mean, reverse=True):
-            texts = candidates[root].texts
-            changed = [
-                {name for name, text in candidates[n].texts.items() if text != texts[name]} for n in (first, second)
-            ]
-            if changed[0] - changed[1] and changed[1] - changed[0]:
-                return first, second, root
+            old = candidates[root].texts
+            by_a, by_b = ({name for name in old if each.texts[name] != old[name]} for each in (a, b))
+            if by_a - by_b and by_b - by_a:
+                texts = {name: (b if name in by_b - by_a else a).texts[name] for name in old}
+                changed = tuple(name for name in old if name in by_a | by_b)
+                return Candidate(len(candidates), texts, {}, (first, second), changed, "merge")
     return None
-
-
-def merge_texts(a: Candidate, b: Candidate, root: Candidate) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Take each component from the candidate that changed it; where both did, from the better one."""
-    better, other = (a, b) if a.mean >= b.mean else (b, a)
-    texts = {
-        name: other.texts[name] if better.texts[name] == text and other.texts[name] != text else better.texts[name]
-        for name, text in root.texts.items()
-    }
-    return texts, tuple(name for name in texts if texts[name] != root.texts[name])

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from palestra.agents.agent import Agent
@@ -68,7 +69,7 @@ def read_arguments(given: Mapping[str, Any], own: Iterable[str], *, has_environm
     if given.get("tools") and has_environment:
         reasons.append("tools: leave them out; the methods of the environment are the tools")
     problems = [problem for problem in reasons if problem]
-    functions = _reward_functions(given.get("reward_funcs"), values.get("reward_weights"), problems)
+    functions, weights = _reward_functions(given.get("reward_funcs"), values.get("reward_weights"), problems)
     adapter = adapter_of(given.get("peft_config"), given.get("quantization_config"), problems)
     train = None if dataset is None else _suite(dataset, "train")
     config: Any = args
@@ -79,9 +80,11 @@ def read_arguments(given: Mapping[str, Any], own: Iterable[str], *, has_environm
     if problems or train is None or model is None:
         lines = "\n".join(f"- {problem}" for problem in problems)
         raise UnsupportedError(f"these arguments of TRL's GRPOTrainer are missing, or not supported here:\n{lines}")
-    if isinstance(train.cases[0].input, str):
+    has_texts = isinstance(train.cases[0].input, str)
+    if has_texts:
         log.warning("the prompts of train_dataset are texts; each is sent as a user message, by the chat template")
-        functions = tuple(map(_on_texts, functions))
+    if has_texts or weights:
+        functions = tuple(_adapted(f, w, has_texts) for f, w in zip(functions, weights or repeat(1.0), strict=False))
     held_out = None if given.get("eval_dataset") is None else _suite(given["eval_dataset"], "eval")
     named = model if isinstance(model, str) else str(model.config._name_or_path or "model")
     agent = Agent(f"{named.rstrip('/').rpartition('/')[2]}-GRPO", named, tools=given.get("tools") or ())
@@ -93,20 +96,22 @@ def _suite(dataset: Any, name: str) -> EvalSuite:
     return EvalSuite.from_records(dataset, lambda row: row["prompt"], name=name)
 
 
-def _reward_functions(given: Any, weights: Sequence[float] | None, problems: list[str]) -> tuple[RewardFunction, ...]:
+def _reward_functions(
+    given: Any, weights: Sequence[float] | None, problems: list[str]
+) -> tuple[tuple[RewardFunction, ...], list[float]]:
+    """The reward functions and their weights, none where all count the same."""
     functions: tuple[Any, ...] = (given,) if isinstance(given, str) else as_list(given)
     for function in functions:
         if not callable(function) or hasattr(function, "config"):
             problems.append(f"reward_funcs: {function!r} is a model; give a function that asks it")
-    if weights is None:
-        return functions
-    if len(weights) != len(functions):
+    if weights is not None and len(weights) != len(functions):
         problems.append(f"reward_weights: {len(weights)} values for {len(functions)} reward functions; give one each")
-    return tuple(_weighed(f, float(w)) for f, w in zip(functions, weights, strict=False))
+    return functions, [float(weight) for weight in weights or ()]
 
 
-def _weighed(function: RewardFunction, weight: float) -> RewardFunction:
-    """The function with its values times a weight."""
+def _adapted(function: RewardFunction, weight: float, on_texts: bool) -> RewardFunction:
+    """The function with its values times a weight; with prompts and completions as texts, as TRL gives them for
+    datasets of texts."""
 
     def scale(values: Iterable[float | None]) -> list[float | None]:
         return [None if value is None else weight * value for value in values]
@@ -115,21 +120,12 @@ def _weighed(function: RewardFunction, weight: float) -> RewardFunction:
         return scale(await values)
 
     @wraps(function)
-    def weighed(**columns: Any) -> Any:
+    def adapted(**columns: Any) -> Any:
+        for name in {"prompts", "completions"} & columns.keys() if on_texts else ():
+            columns[name] = [messages[-1]["content"] if messages else "" for messages in columns[name]]
         values = function(**columns)
+        if weight == 1.0:
+            return values
         return scale_later(values) if inspect.isawaitable(values) else scale(values)
 
-    return weighed
-
-
-def _on_texts(function: RewardFunction) -> RewardFunction:
-    """The function with prompts and completions as texts, as TRL gives them for datasets of texts."""
-
-    @wraps(function)
-    def on_texts(**columns: Any) -> Any:
-        for name in ("prompts", "completions"):
-            if name in columns:
-                columns[name] = [messages[-1]["content"] if messages else "" for messages in columns[name]]
-        return function(**columns)
-
-    return on_texts
+    return adapted

@@ -13,8 +13,9 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import InputError, did_you_mean
 from palestra.core.grpo_config import GRPOTrainingConfig
 
-# TRL's name -> TRL's default, and the setting that it is here.
-_SETTINGS: dict[str, tuple[Any, str]] = {
+_SPELLING = {"sum_then_normalize": "sum_then_normalise", "normalize_then_sum": "normalise_then_sum"}
+# TRL's name -> TRL's default, the setting that it is here, and the values that have other names here.
+_SETTINGS: dict[str, tuple[Any, str] | tuple[Any, str, dict[Any, Any]]] = {
     "output_dir": (None, "output_dir"),
     "seed": (42, "seed"),
     "learning_rate": (1e-6, "train.learning_rate"),
@@ -29,12 +30,11 @@ _SETTINGS: dict[str, tuple[Any, str]] = {
     "loss_type": ("dapo", "train.loss"),
     "importance_sampling_level": ("token", "train.ratio"),
     "epsilon": (0.2, "train.epsilon"),
-    "epsilon_high": (None, "train.epsilon_high"),
     "delta": (None, "train.delta"),
     "sapo_temperature_pos": (1.0, "train.sapo_temperature_pos"),
     "sapo_temperature_neg": (1.05, "train.sapo_temperature_neg"),
-    "scale_rewards": ("group", "train.advantage_scale"),
-    "multi_objective_aggregation": ("sum_then_normalize", "train.combine"),
+    "scale_rewards": ("group", "train.advantage_scale", {True: "group", False: "none"}),
+    "multi_objective_aggregation": ("sum_then_normalize", "train.combine", _SPELLING),
     "mask_truncated_completions": (False, "train.mask_truncated"),
     "off_policy_mask_threshold": (None, "train.off_policy_mask_threshold"),
     "entropy_coef": (0.0, "train.entropy_coefficient"),
@@ -43,18 +43,19 @@ _SETTINGS: dict[str, tuple[Any, str]] = {
     "temperature": (1.0, "rollout.temperature"),
     "top_p": (1.0, "rollout.top_p"),
     "top_k": (0, "rollout.top_k"),
-    "min_p": (None, "rollout.min_p"),
+    "min_p": (None, "rollout.min_p", {None: 0.0}),
     "repetition_penalty": (1.0, "rollout.repetition_penalty"),
-    "max_tool_calling_iterations": (None, "rollout.max_tool_rounds"),
-    "chat_template_kwargs": (None, "model.chat_template_kwargs"),
+    "max_tool_calling_iterations": (None, "rollout.max_tool_rounds", {None: 10_000}),  # TRL's only limit is the length
     "gradient_checkpointing": (False, "model.gradient_checkpointing"),  # TRL's default is True: less memory, more time
-    "logging_steps": (10, "track.log_every"),
     "project": ("palestra", "track.project"),
     "run_name": (None, "track.run_name"),
-    "report_to": ("none", "track.report_to"),
 }
-# Read together with others, by _derived.
+# Read by settings_of, together with others or in other units -> TRL's default.
 _DERIVED: dict[str, Any] = {
+    "epsilon_high": None,
+    "chat_template_kwargs": None,
+    "logging_steps": 10,
+    "report_to": "none",
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
     "num_train_epochs": 3,
@@ -82,7 +83,7 @@ _DERIVED: dict[str, Any] = {
     "vllm_importance_sampling_clip_min": None,
     "optim": "adamw_torch_fused",
 }
-SUPPORTED = {name: default for name, (default, _) in _SETTINGS.items()} | _DERIVED
+SUPPORTED = {name: default for name, (default, *_) in _SETTINGS.items()} | _DERIVED
 DEFAULTS = SUPPORTED | {"push_to_hub": False}
 # Arguments that change no result here: how TRL computes, loads data, prints and logs.
 _WITHOUT_EFFECT = (
@@ -182,29 +183,12 @@ def problem_of(name: str, value: Any, own: Iterable[str]) -> str:
     return f"{name}: no argument of TRL's that is known here.{near}"
 
 
-def settings_of(values: Mapping[str, Any], problem_count: int, problems: list[str]) -> dict[str, Any]:
-    """The settings of ours for a config of TRL's."""
-    values = dict(DEFAULTS) | dict(values)
-    settings = {key: values[name] for name, (_, key) in _SETTINGS.items()}
-    words = {"sum_then_normalize": "sum_then_normalise", "normalize_then_sum": "normalise_then_sum"}
-    scale = settings["train.advantage_scale"]
-    rounds, trackers = settings["rollout.max_tool_rounds"], values["report_to"] or ()
-    trackers = [trackers] if isinstance(trackers, str) else trackers
-    settings |= {
-        "train.advantage_scale": {True: "group", False: "none"}.get(scale, scale),
-        "train.combine": words.get(settings["train.combine"], settings["train.combine"]),
-        "train.epsilon_high": values["epsilon"] if values["epsilon_high"] is None else values["epsilon_high"],
-        "rollout.min_p": values["min_p"] or 0.0,
-        "rollout.max_tool_rounds": 10_000 if rounds is None else rounds,  # TRL's only limit is the length
-        "model.chat_template_kwargs": values["chat_template_kwargs"] or {},
-        "track.log_every": max(1, int(values["logging_steps"])),
-        "track.report_to": [name for name in trackers if name not in ("none", "all")],
-    }
-    return settings | _derived(values, problem_count, problems)
-
-
-def _derived(values: Mapping[str, Any], problem_count: int, problems: list[str]) -> dict[str, Any]:
-    """Settings that TRL spells with several arguments, or in other units."""
+def settings_of(given: Mapping[str, Any], problem_count: int, problems: list[str]) -> dict[str, Any]:
+    """The settings of ours for a config of TRL's; what has no equivalent is added to `problems`."""
+    values = DEFAULTS | dict(given)
+    settings = {}
+    for name, (_, key, *words) in _SETTINGS.items():
+        settings[key] = words[0].get(values[name], values[name]) if words else values[name]
     completions = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
     if completions % values["num_generations"]:
         problems.append(
@@ -213,34 +197,38 @@ def _derived(values: Mapping[str, Any], problem_count: int, problems: list[str])
         )
     batch = max(1, completions // values["num_generations"])
     epoch = max(1, -(-problem_count // batch))
-    epochs = values["num_train_epochs"]
-    if values["max_steps"] <= 0 and epochs != int(epochs):
+    steps, epochs = values["max_steps"], values["num_train_epochs"]
+    if steps <= 0 and epochs != int(epochs):
         problems.append(f"num_train_epochs={epochs}: use max_steps={max(1, round(epochs * epoch))}")
     schedulers = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-    if (scheduler := str(values["lr_scheduler_type"])) not in schedulers:
-        problems.append(f"lr_scheduler_type={scheduler!r}: use one of {', '.join(schedulers)}")
-    every = {"no": 0, "steps": int(values["save_steps"]), "epoch": epoch}
-    if (saves := str(values["save_strategy"])) not in every:
-        problems.append(f"save_strategy={saves!r}: use one of {', '.join(every)}")
+    saves = {"no": 0, "steps": int(values["save_steps"]), "epoch": epoch}
     evals = {"no": 0, "steps": int(values["eval_steps"] or values["logging_steps"]), "epoch": epoch}
-    loading = dict(values["model_init_kwargs"] or {})
+    for name, known in (("lr_scheduler_type", schedulers), ("save_strategy", saves)):
+        if str(values[name]) not in known:
+            problems.append(f"{name}={str(values[name])!r}: use one of {', '.join(known)}")
+    loading = {name: value for name, value in (values["model_init_kwargs"] or {}).items() if value is not None}
     dtype = loading.pop("dtype", loading.pop("torch_dtype", None))
-    if loading := {name: value for name, value in loading.items() if value is not None}:
+    if loading:
         problems.append(f"model_init_kwargs: only dtype is supported, got {', '.join(loading)}")
     exact = "float16" if values["fp16"] else "float32" if values["bf16"] is False else "auto"
     if not str(values["optim"]).startswith("adamw"):
         problems.append(f"optim={values['optim']!r}: the optimizer is AdamW")
-    limit = values["save_total_limit"]
-    return {
+    trackers, limit = values["report_to"] or (), values["save_total_limit"]
+    trackers = [trackers] if isinstance(trackers, str) else trackers
+    return settings | {
+        "train.epsilon_high": values["epsilon"] if values["epsilon_high"] is None else values["epsilon_high"],
         "train.problems_per_step": batch,
         "train.epochs": max(1, int(epochs)),
-        "train.max_steps": values["max_steps"] if values["max_steps"] > 0 else None,
-        "train.scheduler": schedulers.get(scheduler, "linear"),
-        "checkpoint.every": every.get(saves, 0),
+        "train.max_steps": steps if steps > 0 else None,
+        "train.scheduler": schedulers.get(str(values["lr_scheduler_type"]), "linear"),
+        "checkpoint.every": saves.get(str(values["save_strategy"]), 0),
         **({} if limit is None else {"checkpoint.keep_last": max(1, int(limit))}),
         "eval.every": evals.get(str(values["eval_strategy"]), 0),
+        "model.chat_template_kwargs": values["chat_template_kwargs"] or {},
         "model.dtype": exact if dtype is None else str(dtype).removeprefix("torch."),
         **({"model.device": "cpu"} if values["use_cpu"] else {}),
+        "track.log_every": max(1, int(values["logging_steps"])),
+        "track.report_to": [name for name in trackers if name not in ("none", "all")],
         **_vllm(values),
     }
 

@@ -13,23 +13,17 @@ from palestra.core.errors import MissingPackageError, RolloutError, ServiceError
 from palestra.core.machine import phases
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.extras.vllm.common import (
-    PROBE_TEXT,
-    PROBE_TOKENS,
-    AdapterFolders,
-    check_agreement,
-    rank_limit,
-    sampling_fields,
-    turn_of,
-)
-from palestra.policy.base import BoundedSessions
+from palestra.extras.vllm.common import AdapterFolders, VllmPolicy, rank_limit, sampling_fields, turn_of
 
 WORKER = "palestra.extras.vllm.worker.PalestraWorker"
 
 
-class VllmColocatePolicy(BoundedSessions):
+class VllmColocatePolicy(VllmPolicy):
     """Concurrent `sample` calls share the steps of one engine. It has weights of its own, updated from memory; with
     `lora_rank` its weights stay, and it is given adapters of that rank."""
+
+    _who = "vLLM in this process"
+    _remedy = "Use vllm.mode = server, or our own engine (vllm.mode = off)"
 
     def __init__(
         self,
@@ -66,11 +60,9 @@ class VllmColocatePolicy(BoundedSessions):
                 f"vLLM did not start with {model!r}: {error}. Lower vllm.max_model_len, or raise or lower "
                 "vllm.gpu_memory_utilization if it is about memory"
             ) from error
-        self.version = 0
+        super().__init__(tokenizer, temperature)
         self._engine: Any = self._llm.llm_engine
         self._context = int(self._llm.model_config.max_model_len)
-        self._temperature = temperature
-        self._probe_ids = [int(i) for i in tokenizer(PROBE_TEXT, add_special_tokens=False).input_ids]
         self._folders = AdapterFolders(Path(tempfile.gettempdir()), max_staleness) if lora_rank else None
         self._adapter: Any = None  # vLLM's LoRARequest of the last version
         self._numbers = itertools.count()
@@ -112,7 +104,7 @@ class VllmColocatePolicy(BoundedSessions):
                     asked.set_result(output)
             await asyncio.sleep(0)
 
-    def update(self, weights: Weights) -> None:
+    def _load(self, weights: Weights) -> None:
         if self._folders is None:  # copied into vLLM's own; turns under way are computed again from their first token
             self._llm.collective_rpc("palestra_load", args=(list(weights.tensors().items()),))
             self._llm.reset_prefix_cache(reset_running_requests=True)
@@ -130,16 +122,13 @@ class VllmColocatePolicy(BoundedSessions):
                     "use our own engine (vllm.mode = off)"
                 ) from error
             self._folders.delete()
-        self.version = weights.version
-        # By the logprobs of a few tokens, that vLLM samples with these weights.
+
+    def _probe(self, params: SamplingParams) -> Turn | None:
         if self._waiters:  # `generate` would take their outputs; the next update checks, and training measures
-            return
-        params = SamplingParams(PROBE_TOKENS, temperature=self._temperature, seed=weights.version)
+            return None
         prompt = {"prompt_token_ids": self._probe_ids}
         [output] = self._llm.generate([prompt], vllm_params(params), use_tqdm=False, lora_request=self._adapter)
-        turn = read_output(output, self.version)
-        remedy = "Use vllm.mode = server, or our own engine (vllm.mode = off)"
-        check_agreement(turn, self._probe_ids, weights, self._temperature, "vLLM in this process", remedy)
+        return read_output(output, self.version)
 
     def sleep(self, name: str = "sleep") -> None:
         try:

@@ -23,6 +23,7 @@ import numpy as np
 from palestra.core.errors import RolloutError, ServiceError, SettingError, UnsupportedError
 from palestra.core.types import Finish, SamplingParams, Turn
 from palestra.core.weights import Weights
+from palestra.policy.base import BoundedSessions
 from palestra.policy.local import token_logprobs
 
 log = logging.getLogger("palestra")
@@ -62,23 +63,47 @@ def turn_of(token_ids: Sequence[int], logprobs: Sequence[float], version: int, f
     return Turn("model", token_ids, logprobs, version, cast(Finish, finish))  # type: ignore[arg-type]
 
 
-def check_agreement(
-    turn: Turn, prompt_ids: Sequence[int], weights: Weights, temperature: float, who: str, remedy: str
-) -> None:
-    """Compare the sampler's logprobs of a turn with those of the learner's module; PalestraError where they are not of
-    the same model. Where the module is in another process, training measures the gap."""
-    if weights.module is None:
-        return
-    ids = [*prompt_ids, *turn.token_ids.tolist()]
-    pieces = token_logprobs(weights.module, ids, len(prompt_ids), temperature=temperature)
-    own = [value for piece in pieces for value in piece.logprobs]
-    gap = float(np.abs(np.asarray(own) - turn.logprobs).mean())
-    if not gap <= MAX_MEAN_GAP:  # NaN, too
-        raise ServiceError(
-            f"{who} gives other log-probabilities than the learner: {gap:.3g} nats a token apart after version "
-            f"{weights.version} of the weights was loaded, expected at most {MAX_MEAN_GAP}. {remedy}"
-        )
-    log.info("vLLM samples version %d; mean gap of logprobs on the probe %.2g", weights.version, gap)
+class VllmPolicy(BoundedSessions):
+    """What both policies share: each version of the weights is checked by the logprobs of a few tokens.
+
+    `temperature` is the one of training: the logprobs are compared at it. Subclasses add `_load` and `_probe`.
+    """
+
+    _who: str  # in errors
+    _remedy: str
+
+    def __init__(self, tokenizer: Any, temperature: float) -> None:
+        self.version = 0
+        self._temperature = temperature
+        self._probe_ids = [int(i) for i in tokenizer(PROBE_TEXT, add_special_tokens=False).input_ids]
+
+    def update(self, weights: Weights) -> None:
+        """Load these weights, and compare the logprobs of a few tokens with those of the learner's module.
+
+        Where the module is in another process, training measures the gap.
+        """
+        self._load(weights)
+        self.version = weights.version
+        turn = self._probe(SamplingParams(PROBE_TOKENS, temperature=self._temperature, seed=weights.version))
+        if turn is None or weights.module is None:
+            return
+        ids = [*self._probe_ids, *turn.token_ids.tolist()]
+        pieces = token_logprobs(weights.module, ids, len(self._probe_ids), temperature=self._temperature)
+        own = [value for piece in pieces for value in piece.logprobs]
+        gap = float(np.abs(np.asarray(own) - turn.logprobs).mean())
+        if not gap <= MAX_MEAN_GAP:  # NaN, too
+            raise ServiceError(
+                f"{self._who} gives other log-probabilities than the learner: {gap:.3g} nats a token apart after "
+                f"version {weights.version} of the weights was loaded, expected at most {MAX_MEAN_GAP}. {self._remedy}"
+            )
+        log.info("vLLM samples version %d; mean gap of logprobs on the probe %.2g", weights.version, gap)
+
+    def _load(self, weights: Weights) -> None:
+        raise NotImplementedError
+
+    def _probe(self, params: SamplingParams) -> Turn | None:
+        """Sample after the probe text; None where that is not possible now."""
+        raise NotImplementedError
 
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as --max-lora-rank

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,128 +14,26 @@ from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.extras.vllm.common import (
     PROBE_TEXT,
-    PROBE_TOKENS,
     Adapter,
     AdapterFolders,
-    check_agreement,
+    VllmPolicy,
     rank_limit,
     sampling_fields,
     turn_of,
 )
-from palestra.policy.base import BoundedSessions
 
 log = logging.getLogger("palestra")
 _MAX_REPLY_BYTES = 2**28
 _ONCE = Retries(attempts=1)
-
-
-@dataclass(frozen=True, slots=True)
-class VllmServer:
-    """A running vLLM: how it is asked. `url` is without /v1."""
-
-    url: str
-    token: str | None
-    timeout_s: float
-
-    def request(self, path: str, body: Mapping[str, Any] | None) -> Request:
-        return Request(
-            f"{self.url}{path}", body, token=self.token, timeout_s=self.timeout_s, max_bytes=_MAX_REPLY_BYTES
-        )
-
-    def ask(self, path: str, body: Mapping[str, Any] | None, retries: Retries = _ONCE) -> Any:
-        return ask(self.request(path, body), retries)
-
-    def tell(self, path: str, body: Mapping[str, Any] | None = None) -> None:
-        """Its answer is not read: some versions of vLLM answer a command with nothing."""
-        request = self.request(path, body if body is not None else {})
-        request.check(request.send())
-
-
-class WholeWeights:
-    """Loaded from disk by the workers (`/collective_rpc`), between `/pause` and `/resume`: requests under way wait,
-    and continue with the new weights."""
-
-    start = (
-        "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --worker-extension-cls "
-        "palestra.extras.vllm.worker.PalestraWorker (docs/scaling.md)"
-    )
-
-    def __init__(self, server: VllmServer, folder: Path) -> None:
-        self._server = server
-        self._folder = folder.resolve()
-        self._method = "palestra_reload"
-
-    def check(self) -> None:
-        try:
-            self._server.tell("/collective_rpc", {"method": "palestra_version"})
-        except HttpError as error:
-            if error.status == 404:
-                raise ServiceError(
-                    f"{self._server.url} takes no weights: it has no /collective_rpc. Start it with {self.start}"
-                ) from None
-            self._method = "reload_weights"  # vLLM's own
-
-    def load(self, weights: Weights) -> None:
-        folder, server = self._folder / f"version-{weights.version}", self._server
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            weights.save(folder / "model.safetensors")
-            server.tell("/pause?mode=keep")
-            try:
-                server.tell("/collective_rpc", {"method": self._method, "kwargs": {"weights_path": str(folder)}})
-                server.tell("/reset_prefix_cache?reset_running_requests=true")
-            finally:
-                server.tell("/resume")
-        except HttpError as error:
-            raise ServiceError(
-                f"{server.url} did not take new weights: {error}. Restart it, as they may be half loaded. Start it "
-                f"with {self.start}"
-            ) from None
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def release(self) -> None:
-        """Its weights are its own now."""
-
-
-class LoraAdapters:
-    """Each version of the adapter is loaded in addition to earlier ones; requests in flight keep theirs."""
-
-    def __init__(self, server: VllmServer, folder: Path, rank: int, max_staleness: int) -> None:
-        self._server = server
-        self._rank = rank
-        self._folders = AdapterFolders(folder, max_staleness)
-        self.start = (
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --logprobs-mode processed_logprobs --enable-lora "
-            f"--max-lora-rank {rank_limit(rank)} (docs/scaling.md)"
-        )
-
-    def check(self) -> None:
-        """The first adapter shows what the server lacks: it is loaded before anything is sampled."""
-
-    def load(self, weights: Weights) -> str:
-        adapter, server = self._folders.write(weights), self._server
-        try:
-            server.tell("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
-        except HttpError as error:
-            raise ServiceError(
-                f"{server.url} did not load the adapter: {error}. {remedy(error.reason, self._rank)}. Start it with "
-                f"{self.start}"
-            ) from None
-        self._folders.delete(self._unload)
-        return adapter.name
-
-    def release(self) -> None:
-        self._folders.delete(self._unload, keep=0)
-
-    def _unload(self, adapter: Adapter) -> bool:
-        """Whether the server is there; if not, each further request would wait for it."""
-        try:
-            self._server.tell("/v1/unload_lora_adapter", {"lora_name": adapter.name})
-        except HttpError as error:
-            log.debug("%s was not unloaded: %s", adapter.name, error)
-            return error.status is not None
-        return True
+_START_S = 10.0  # how long a server may be away before a run begins
+_START_WHOLE = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --worker-extension-cls "
+    "palestra.extras.vllm.worker.PalestraWorker (docs/scaling.md)"
+)
+_START_LORA = (
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --logprobs-mode processed_logprobs --enable-lora "
+    "--max-lora-rank {rank} (docs/scaling.md)"
+)
 
 
 def remedy(reason: str, rank: int) -> str:
@@ -159,14 +56,10 @@ def remedy(reason: str, rank: int) -> str:
     )
 
 
-_START_S = 10.0  # how long a server may be away before a run begins
-
-
-class VllmServerPolicy(BoundedSessions):
+class VllmServerPolicy(VllmPolicy):
     """Samples by `/v1/completions`. Its prefix cache makes the turns of a conversation cheap.
 
-    With `lora_rank` it is given adapters of that rank, else whole weights. `temperature` is the one of training: the
-    logprobs are compared at it.
+    With `lora_rank` it is given adapters of that rank, else whole weights.
     """
 
     def __init__(
@@ -182,37 +75,56 @@ class VllmServerPolicy(BoundedSessions):
         timeout_s: float = 300.0,
         max_concurrent: int = 256,
     ) -> None:
+        super().__init__(tokenizer, temperature)
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.version = 0
-        self._tokenizer = tokenizer
-        self._temperature = temperature
-        self._timeout_s = timeout_s
+        self._token, self._timeout_s = token, timeout_s
         self._limit = ConcurrencyLimit(max_concurrent)
-        self._server = server = VllmServer(self.url, token, timeout_s)
-        self._sync = (
-            LoraAdapters(server, weights_folder, lora_rank, max_staleness)
-            if lora_rank
-            else WholeWeights(server, weights_folder)
-        )
+        self._folder, self._rank = weights_folder.resolve(), lora_rank
+        self._folders = AdapterFolders(weights_folder, max_staleness) if lora_rank else None
+        self._start = _START_LORA.format(rank=rank_limit(lora_rank)) if lora_rank else _START_WHOLE
+        self._who, self._remedy = f"vLLM at {self.url}", f"Let it serve the model that is trained: {self._start}"
         self.served_model, self._context = self._base_model()  # what requests name: the model, or its last adapter
-        # The ids of the probe text, which must be the same on both sides.
-        own = [int(i) for i in self._tokenizer(PROBE_TEXT, add_special_tokens=False).input_ids]
+        # The ids of the probe text must be the same on both sides.
         body = {"model": self.served_model, "prompt": PROBE_TEXT, "add_special_tokens": False}
         try:
-            theirs = self._server.ask("/tokenize", body)["tokens"]
+            theirs = self._ask("/tokenize", body)["tokens"]
         except HttpError as error:
-            raise ServiceError(f"{self.url} tokenises nothing: {error}. Start it with {self._sync.start}") from None
-        if theirs != own:
+            raise ServiceError(f"{self.url} tokenises nothing: {error}. Start it with {self._start}") from None
+        if theirs != self._probe_ids:
             raise ServiceError(
-                f"{self.url} serves {self.served_model!r} with another tokenizer: a text of {len(own)} tokens here has "
-                f"{len(theirs)} there, or others. Let it serve the model that is trained"
+                f"{self.url} serves {self.served_model!r} with another tokenizer: a text of {len(self._probe_ids)} "
+                f"tokens here has {len(theirs)} there, or others. Let it serve the model that is trained"
             )
-        self._probe_ids = own
-        self._sync.check()
+        # The first adapter shows what the server lacks: it is loaded before anything is sampled.
+        self._reload_method = "" if lora_rank else self._find_reload_method()
+
+    def _request(self, path: str, body: Mapping[str, Any] | None) -> Request:
+        url = f"{self.url}{path}"
+        return Request(url, body, token=self._token, timeout_s=self._timeout_s, max_bytes=_MAX_REPLY_BYTES)
+
+    def _ask(self, path: str, body: Mapping[str, Any] | None, retries: Retries = _ONCE) -> Any:
+        return ask(self._request(path, body), retries)
+
+    def _tell(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        """Its answer is not read: some versions of vLLM answer a command with nothing."""
+        request = self._request(path, body if body is not None else {})
+        request.check(request.send())
+
+    def _find_reload_method(self) -> str:
+        """The worker's method that loads whole weights: ours, or vLLM's own."""
+        try:
+            self._tell("/collective_rpc", {"method": "palestra_version"})
+        except HttpError as error:
+            if error.status == 404:
+                raise ServiceError(
+                    f"{self.url} takes no weights: it has no /collective_rpc. Start it with {self._start}"
+                ) from None
+            return "reload_weights"
+        return "palestra_reload"
 
     async def _sample(self, ids: list[int], params: SamplingParams) -> Turn:
         version = self.version
-        request = self._server.request("/v1/completions", self._completion(ids, params))
+        request = self._request("/v1/completions", self._completion(ids, params))
         retries = Retries(busy_s=self._timeout_s, unreachable_s=self._timeout_s)
         try:
             async with self._limit.slot():
@@ -224,29 +136,73 @@ class VllmServerPolicy(BoundedSessions):
                 raise ConnectionError(f"vLLM has lost the model, as by a restart: {error}. Resume the run") from None
             raise RolloutError(str(error)) from None
 
-    def update(self, weights: Weights) -> None:
-        """Give the server these weights, and see by the logprobs of a few tokens that it samples with them."""
+    def _load(self, weights: Weights) -> None:
         try:
-            self.served_model = self._sync.load(weights) or self.served_model
+            if self._folders is None:
+                self._load_whole(weights)
+            else:
+                self.served_model = self._load_adapter(weights, self._folders)
         except OSError as error:
             raise StorageError(
                 f"version {weights.version} could not be saved to rollout.weights_folder: {error}; free some space, or "
                 "choose another folder that the server can read"
             ) from error
-        self.version = weights.version
-        params = SamplingParams(PROBE_TOKENS, temperature=self._temperature, seed=weights.version)
-        body = self._completion(self._probe_ids, params)
-        turn = read_completion(self._server.ask("/v1/completions", body), self.version)
-        remedy = f"Let it serve the model that is trained: {self._sync.start}"
-        check_agreement(turn, self._probe_ids, weights, self._temperature, f"vLLM at {self.url}", remedy)
+
+    def _load_whole(self, weights: Weights) -> None:
+        """Loaded from disk by the workers (`/collective_rpc`), between `/pause` and `/resume`: requests under way wait,
+        and continue with the new weights."""
+        folder = self._folder / f"version-{weights.version}"
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            weights.save(folder / "model.safetensors")
+            self._tell("/pause?mode=keep")
+            try:
+                kwargs = {"weights_path": str(folder)}
+                self._tell("/collective_rpc", {"method": self._reload_method, "kwargs": kwargs})
+                self._tell("/reset_prefix_cache?reset_running_requests=true")
+            finally:
+                self._tell("/resume")
+        except HttpError as error:
+            raise ServiceError(
+                f"{self.url} did not take new weights: {error}. Restart it, as they may be half loaded. Start it "
+                f"with {self._start}"
+            ) from None
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _load_adapter(self, weights: Weights, folders: AdapterFolders) -> str:
+        """Loaded in addition to the adapters of earlier versions; requests in flight keep theirs."""
+        adapter = folders.write(weights)
+        try:
+            self._tell("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
+        except HttpError as error:
+            raise ServiceError(
+                f"{self.url} did not load the adapter: {error}. {remedy(error.reason, self._rank)}. Start it with "
+                f"{self._start}"
+            ) from None
+        folders.delete(self._unload)
+        return adapter.name
+
+    def _unload(self, adapter: Adapter) -> bool:
+        """Whether the server is there; if not, each further request would wait for it."""
+        try:
+            self._tell("/v1/unload_lora_adapter", {"lora_name": adapter.name})
+        except HttpError as error:
+            log.debug("%s was not unloaded: %s", adapter.name, error)
+            return error.status is not None
+        return True
 
     def release(self) -> None:
-        self._sync.release()
+        if self._folders is not None:
+            self._folders.delete(self._unload, keep=0)
+
+    def _probe(self, params: SamplingParams) -> Turn:
+        return read_completion(self._ask("/v1/completions", self._completion(self._probe_ids, params)), self.version)
 
     def sleep(self, path: str = "/sleep?level=1") -> None:
         """Free the KV cache's memory; the weights are offloaded to the host until `wake`."""
         try:
-            self._server.tell(path)
+            self._tell(path)
         except HttpError as error:
             raise ServiceError(
                 f"{error}. model.sleep_mode needs a GPU and a vLLM that was started with --enable-sleep-mode; or set "
@@ -259,11 +215,11 @@ class VllmServerPolicy(BoundedSessions):
     def _base_model(self) -> tuple[str, int]:
         """Its name at the server, and how many tokens it takes."""
         try:
-            answer = self._server.ask("/v1/models", None, Retries(busy_s=_START_S, unreachable_s=_START_S))
+            answer = self._ask("/v1/models", None, Retries(busy_s=_START_S, unreachable_s=_START_S))
             [model, *_] = answer["data"]  # adapters come after it
             return str(model["id"]), int(model["max_model_len"])
         except HttpError as error:
-            raise ServiceError(f"no vLLM answers at vllm.url: {error}. Start it with {self._sync.start}") from None
+            raise ServiceError(f"no vLLM answers at vllm.url: {error}. Start it with {self._start}") from None
         except (KeyError, TypeError, ValueError):
             raise ServiceError(
                 f"{self.url}/v1/models is not that of a vLLM server; give its address as vllm.url"

@@ -1,1 +1,0 @@
-"""The measurements of `palestra bench`: sampling and training speed."""
