@@ -32,7 +32,7 @@ from palestra.envs import opening, problems, running, suite_env
 from palestra.envs.running import RunningEnv
 from palestra.rollout import agent_loop, rewards
 from palestra.rollout.agent_loop import AttemptLimits
-from palestra.rollout.collect import Collector
+from palestra.rollout.collect import AgentLoop, Collector
 from palestra.rollout.rewards import RewardFunctions
 from palestra.rollout.workers import RolloutWorkers, WorkerCollector
 
@@ -310,7 +310,7 @@ class Run:
         functions = [self._reward] if self._hook == "reward function" else []
         limits = AttemptLimits(SamplingParams(max_new_tokens=8), max_tool_rounds=1, tool_timeout_s=LIMIT_S)
         start: Any = lambda episodes: [Speaker(episode) for episode in episodes]  # noqa: E731
-        return Collector(self.environment, limits, start, RewardFunctions(functions))
+        return Collector(self.environment, AgentLoop(limits, start), RewardFunctions(functions))
 
     def _reward(self, completions, kind, **columns):
         return [1.0] * len(kind) if kind[0] == WELL else do("reward function", self._hook, kind[0])

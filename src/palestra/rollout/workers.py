@@ -35,7 +35,7 @@ from palestra.core.types import Group, Problem
 from palestra.policy.base import Policy
 from palestra.policy.channel import ChannelPolicy, PolicyServer
 from palestra.policy.local import LocalPolicy
-from palestra.rollout.collect import Collector, OnRollout
+from palestra.rollout.collect import Collector, GroupCollector, OnRollout
 
 NUMBERS_OF_A_JOB = 1 << 50  # of sessions
 END_S = 5.0
@@ -210,7 +210,7 @@ class RolloutWorkers:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerCollector:
+class WorkerCollector(GroupCollector):
     """Groups made by workers, for training or for evaluations. `open_groups` is how many of a size may be open."""
 
     workers: RolloutWorkers

@@ -29,8 +29,7 @@ from palestra.evals.run_report.write import fill_template
 from palestra.extras.atropos.columns import group_to_dict
 from palestra.extras.atropos.runs import process as process_file
 from palestra.policy.openai import OpenAISettings
-from palestra.rollout.collect import OnRollout, require_one_good
-from palestra.rollout.evaluate import GroupCollector
+from palestra.rollout.collect import GroupCollector, OnRollout, require_one_good
 from palestra.train.progress import make_display
 from palestra.train.watcher import Watcher
 

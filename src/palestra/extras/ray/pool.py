@@ -23,8 +23,7 @@ from palestra.core.errors import ResourceError, ServiceError, UnsupportedError, 
 from palestra.core.types import Group, Problem
 from palestra.core.weights import Weights
 from palestra.policy.base import Policy, TokenSessions
-from palestra.rollout.collect import OnRollout
-from palestra.rollout.evaluate import GroupCollector
+from palestra.rollout.collect import GroupCollector, OnRollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +292,7 @@ class RolloutPool:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolCollector:
+class PoolCollector(GroupCollector):
     """Groups by a pool of actors, for training or for an evaluation; `groups_per_actor` is what each may have open."""
 
     pool: RolloutPool
