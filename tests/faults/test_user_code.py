@@ -32,9 +32,9 @@ from palestra.envs import opening, problems, running, suite_env
 from palestra.envs.running import RunningEnv
 from palestra.rollout import agent_loop, rewards
 from palestra.rollout.agent_loop import AttemptLimits
-from palestra.rollout.collect import AgentLoop, Collector
+from palestra.rollout.collect import AgentLoop, Collector, RemoteCollector
 from palestra.rollout.rewards import RewardFunctions
-from palestra.rollout.workers import RolloutWorkers, WorkerCollector
+from palestra.rollout.workers import RolloutWorkers
 
 LIMIT_S = 0.3
 HANG_S = 20.0
@@ -303,7 +303,7 @@ class Run:
         if workers:
             policy: Any = SimpleNamespace(version=0, expect=lambda turns: None)
             self._workers = RolloutWorkers(policy, lambda policy: dict.fromkeys((True, False), self._collector()), 1, 0)
-            self.collector = WorkerCollector(self._workers, True, lambda size: 8)
+            self.collector = RemoteCollector(self._workers, True, lambda size: 8)
         self.collect(WELL)
 
     def _collector(self) -> Collector:

@@ -271,6 +271,40 @@ def _started(problem: Problem, opened: list[Episode] | NotOpened) -> Started | N
     return opened if isinstance(opened, NotOpened) else Started(problem, opened)
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteCollector(GroupCollector):
+    """Groups made elsewhere, for training or for evaluations: by worker processes, or by actors of a cluster.
+
+    `open_groups` is how many groups of a size each of them may have open.
+    """
+
+    remote: Any  # RolloutWorkers, or the RolloutPool of `backend: ray`
+    training: bool
+    open_groups: Callable[[int], int]
+
+    async def collect(
+        self,
+        problems: Sequence[Problem],
+        group_size: int,
+        seed_keys: Sequence[str],
+        on_rollout: OnRollout = lambda r: None,
+    ) -> list[Group]:
+        at_once = self.open_groups(group_size)
+        groups: list[Group] = await self.remote.collect(
+            self.training, problems, group_size, seed_keys, at_once, on_rollout
+        )
+        return groups
+
+    async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
+        await self.remote.prepare(problems, group_size)
+
+    def abandon(self) -> None:
+        self.remote.abandon()
+
+    def groups_at_once(self, group_size: int) -> int:
+        return self.open_groups(group_size) * len(self.remote)
+
+
 async def scored_together(
     environment: Environment, episodes: Sequence[Episode], rollouts: Sequence[Rollout]
 ) -> Sequence[Rollout]:

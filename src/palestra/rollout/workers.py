@@ -18,7 +18,6 @@ import sys
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,7 @@ from palestra.policy.base import Policy
 from palestra.policy.channel import ChannelPolicy, PolicyServer
 from palestra.policy.local import LocalPolicy
 from palestra.policy.workers import WorkerProcess
-from palestra.rollout.collect import Collector, GroupCollector, OnRollout
+from palestra.rollout.collect import Collector, OnRollout
 
 NUMBERS_OF_A_JOB = 1 << 50  # of sessions
 END_S = 5.0
@@ -146,7 +145,7 @@ class RolloutWorkers:
             is_prepared = False
         return [found[i] for i in range(len(problems))]
 
-    def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
+    async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
         """Let the workers open the episodes and render the prompts of these groups now."""
         running = len(self._running())
         if len(problems) < running:  # their keys, which are not known yet, decide who collects them
@@ -198,38 +197,6 @@ class RolloutWorkers:
             worker.hung_calls = hung
         if (on_group := self._on_group.get(job)) is not None:
             on_group(number, group)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerCollector(GroupCollector):
-    """Groups made by workers, for training or for evaluations. `open_groups` is how many of a size may be open."""
-
-    workers: RolloutWorkers
-    training: bool
-    open_groups: Callable[[int], int]
-
-    async def collect(
-        self,
-        problems: Sequence[Problem],
-        group_size: int,
-        seed_keys: Sequence[str],
-        on_rollout: OnRollout = lambda r: None,
-    ) -> list[Group]:
-        at_once = self._at_once(group_size)
-        return await self.workers.collect(self.training, problems, group_size, seed_keys, at_once, on_rollout)
-
-    async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
-        self.workers.prepare(problems, group_size)
-
-    def abandon(self) -> None:
-        self.workers.abandon()
-
-    def groups_at_once(self, group_size: int) -> int:
-        return self._at_once(group_size) * len(self.workers)
-
-    def _at_once(self, group_size: int) -> int:
-        """Of each worker."""
-        return max(1, self.open_groups(group_size) // len(self.workers))
 
 
 class _Serving:

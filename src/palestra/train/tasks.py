@@ -27,11 +27,11 @@ from palestra.models.chat.written import check_tool_calls, tool_call_problem
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
 from palestra.rollout.agent_loop import token_speakers
-from palestra.rollout.collect import AgentLoop, Collector, GroupCollector
+from palestra.rollout.collect import AgentLoop, Collector, GroupCollector, RemoteCollector
 from palestra.rollout.custom import FunctionRunner, RolloutFunction
 from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import RewardFunction, RewardFunctions, TrainerState
-from palestra.rollout.workers import RolloutWorkers, WorkerCollector
+from palestra.rollout.workers import RolloutWorkers
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource, NoMoreGroups, ProblemSource
 from palestra.train.limits import attempt_limits
@@ -139,7 +139,9 @@ class EnvironmentTask:
             task = replace(self, trainer=None)
             return parts.policy.group_collector(parts.config, task, training, collector.groups_at_once)
         if parts.workers:
-            return WorkerCollector(parts.workers[0], training, collector.groups_at_once)
+            workers = parts.workers[0]
+            of_each: Callable[[int], int] = lambda size: max(1, collector.groups_at_once(size) // len(workers))  # noqa: E731
+            return RemoteCollector(workers, training, of_each)
         return collector if parts.ranks.size == 1 else provided("rollouts of several ranks")(collector, parts.ranks)
 
     def _agent_collector(self, parts: Parts, *, training: bool) -> Collector:
