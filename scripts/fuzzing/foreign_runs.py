@@ -25,9 +25,8 @@ from palestra.core.run_folder import RunFolder
 from palestra.extras.dashboard.app import dashboard_app
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.extras.ranks.sharding import read_metadata
-from palestra.runs.reader import compared
 from palestra.runs.manager import RunManager
-from palestra.runs.reader import results
+from palestra.runs.reader import compared, results
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import make_runs

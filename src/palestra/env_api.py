@@ -23,7 +23,7 @@ from palestra.policy.build import policy_of
 from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.agent_loop import endpoint_speakers
-from palestra.rollout.collect import Collector
+from palestra.rollout.collect import AgentLoop, Collector
 from palestra.rollout.local_models import LocalModels
 from palestra.train.evaluation import Evaluator
 from palestra.train.limits import attempt_limits
@@ -101,4 +101,4 @@ def collectors(
     config.refuse(["rollout.unexpected_call_format"], "the endpoint reads tool calls by itself")
     limits, speakers = attempt_limits(config, training=training), endpoint_speakers(OpenAIChat(openai))
     at_once = config.rollout.max_open_episodes
-    return lambda env: Collector(env, limits, speakers, max_open_episodes=at_once), LocalModels()
+    return lambda env: Collector(env, AgentLoop(limits, speakers), max_open_episodes=at_once), LocalModels()

@@ -16,7 +16,7 @@ from palestra.envs.running import RunningEnv
 from palestra.extras.environments.reasoning_gym_tasks import WRONG_SCORERS, task_names
 from palestra.extras.environments.treasure import way
 from palestra.rollout.agent_loop import AttemptLimits, endpoint_speakers
-from palestra.rollout.collect import Collector
+from palestra.rollout.collect import AgentLoop, Collector
 
 Solver = Callable[[Problem, Sequence[Message]], Message]
 
@@ -108,7 +108,9 @@ class Scripted:
 
 def attempt(env: RunningEnv, problems: Sequence[Problem], solver: Solver, group_size: int = 1) -> list[Rollout]:
     chat = Scripted(solver, {str(p.input): p for p in problems})
-    collector = Collector(env, AttemptLimits(SamplingParams(100), max_tool_rounds=5), endpoint_speakers(chat))
+    collector = Collector(
+        env, AgentLoop(AttemptLimits(SamplingParams(100), max_tool_rounds=5), endpoint_speakers(chat))
+    )
     groups = asyncio.run(collector.collect(problems, group_size, [p.id for p in problems]))
     return [rollout for group in groups for rollout in group.rollouts]
 

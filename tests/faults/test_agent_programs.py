@@ -11,9 +11,10 @@ from palestra.agents.agent import Agent
 from palestra.agents.programs import ProgramLimits, command_agent
 from palestra.core.types import SamplingParams
 from palestra.envs.suite_env import SuiteEnvironment
+from palestra.rollout.collect import Collector
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.openai.inference import load_completer
-from palestra.sources.programs.collector import ProgramCollector
+from palestra.sources.programs.runner import ProgramRunner
 from palestra.train.batch import to_batch
 
 # Standard library alone, so that it starts in milliseconds. What goes wrong is named by the case.
@@ -80,7 +81,8 @@ def groups(tmp_path_factory):
     async def collect():
         gateway = Gateway(model, sampling)
         limits = ProgramLimits(TIMEOUT_S, max_output_bytes=100_000)
-        collector = ProgramCollector(environment, agent, gateway, sampling, limits, 12, asyncio.Semaphore(12))
+        runner = ProgramRunner(environment, agent, gateway, sampling, limits, asyncio.Semaphore(12))
+        collector = Collector(environment, runner, max_open_episodes=12)
         await gateway.start()
         began = time.monotonic()
         try:

@@ -32,9 +32,9 @@ from palestra.envs import opening, problems, running, suite_env
 from palestra.envs.running import RunningEnv
 from palestra.rollout import agent_loop, rewards
 from palestra.rollout.agent_loop import AttemptLimits
-from palestra.rollout.collect import Collector
+from palestra.rollout.collect import AgentLoop, Collector, RemoteCollector
 from palestra.rollout.rewards import RewardFunctions
-from palestra.rollout.workers import RolloutWorkers, WorkerCollector
+from palestra.rollout.workers import RolloutWorkers
 
 LIMIT_S = 0.3
 HANG_S = 20.0
@@ -303,14 +303,14 @@ class Run:
         if workers:
             policy: Any = SimpleNamespace(version=0, expect=lambda turns: None)
             self._workers = RolloutWorkers(policy, lambda policy: dict.fromkeys((True, False), self._collector()), 1, 0)
-            self.collector = WorkerCollector(self._workers, True, lambda size: 8)
+            self.collector = RemoteCollector(self._workers, True, lambda size: 8)
         self.collect(WELL)
 
     def _collector(self) -> Collector:
         functions = [self._reward] if self._hook == "reward function" else []
         limits = AttemptLimits(SamplingParams(max_new_tokens=8), max_tool_rounds=1, tool_timeout_s=LIMIT_S)
         start: Any = lambda episodes: [Speaker(episode) for episode in episodes]  # noqa: E731
-        return Collector(self.environment, limits, start, RewardFunctions(functions))
+        return Collector(self.environment, AgentLoop(limits, start), RewardFunctions(functions))
 
     def _reward(self, completions, kind, **columns):
         return [1.0] * len(kind) if kind[0] == WELL else do("reward function", self._hook, kind[0])

@@ -14,9 +14,10 @@ from palestra import demo
 from palestra.agents.programs import ProgramLimits, command_agent
 from palestra.core.types import SamplingParams
 from palestra.envs.suite_env import SuiteEnvironment
+from palestra.rollout.collect import Collector
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.openai.inference import load_completer
-from palestra.sources.programs.collector import ProgramCollector
+from palestra.sources.programs.runner import ProgramRunner
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
@@ -49,7 +50,8 @@ def test_an_unmodified_program_solves_cases_with_the_model(model, file):
     async def run():
         gateway = Gateway(model, sampling)
         limits = ProgramLimits(timeout_s=200)
-        collector = ProgramCollector(environment, agent, gateway, sampling, limits, 2, asyncio.Semaphore(2))
+        runner = ProgramRunner(environment, agent, gateway, sampling, limits, asyncio.Semaphore(2))
+        collector = Collector(environment, runner, max_open_episodes=2)
         try:
             return (await collector.collect(environment.problems("train")[2:3], 2, ["0/2"]))[0]
         finally:

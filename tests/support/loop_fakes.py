@@ -18,6 +18,7 @@ from palestra.core.types import Array, Group, Problem, Rollout, Score, Turn
 from palestra.core.weights import Weights
 from palestra.learner.base import noop
 from palestra.policy.base import Policy
+from palestra.rollout.collect import GroupCollector
 from palestra.train.group_source import GroupSource, ProblemSource
 from palestra.train.loop import Training
 from palestra.train.watcher import Watcher
@@ -120,7 +121,7 @@ def attempt(problem: str, reward: float, *, version: int = 0, name: str = "right
 
 
 @dataclass
-class FakeCollector:
+class FakeCollector(GroupCollector):
     """`play` gives the siblings of the problem drawn as number n; by default they differ."""
 
     calls: Calls

@@ -8,7 +8,7 @@ from typing import Any
 from palestra.core.types import Group, Message, SamplingParams
 from palestra.envs.base import Environment
 from palestra.rollout.agent_loop import AttemptLimits, endpoint_speakers
-from palestra.rollout.collect import Collector, require_one_good
+from palestra.rollout.collect import AgentLoop, Collector, require_one_good
 
 
 @dataclass
@@ -28,7 +28,7 @@ def attempt(
     """Groups of the first problems; at least one attempt of them goes well."""
     bounds = AttemptLimits(SamplingParams(50), **{"max_tool_rounds": 20} | limits)
     problems = environment.problems("train")[:count]
-    collector = Collector(environment, bounds, endpoint_speakers(Says(speak)))
+    collector = Collector(environment, AgentLoop(bounds, endpoint_speakers(Says(speak))))
     groups = asyncio.run(collector.collect(problems, group_size, [problem.id for problem in problems]))
     require_one_good(groups)
     return groups

@@ -8,9 +8,11 @@ from palestra.agents.programs import ProgramAgent, ProgramLimits
 from palestra.core.config import RunConfig
 from palestra.core.types import Group
 from palestra.envs.suite_env import SuiteEnvironment
+from palestra.rollout.collect import Collector
+from palestra.rollout.rewards import RewardFunctions
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.openai.completer import Completer
-from palestra.sources.programs.collector import ProgramCollector
+from palestra.sources.programs.runner import ProgramRunner
 from palestra.train.limits import attempt_limits
 
 
@@ -33,9 +35,11 @@ def collect(
         gateway = Gateway(model, sampling, routes=program.routes())
         if workers is not None:
             gateway.workers = workers
-        collector = ProgramCollector(
-            environment, program, gateway, sampling, ProgramLimits(timeout_s), 8, asyncio.Semaphore(8), **options
+        of_collector = {"rewards": options.pop("rewards", RewardFunctions()), "max_open_episodes": 8}
+        runner = ProgramRunner(
+            environment, program, gateway, sampling, ProgramLimits(timeout_s), asyncio.Semaphore(8), **options
         )
+        collector = Collector(environment, runner, **of_collector)
         problems, keys = environment.problems("train")[:cases], [f"0/{i}" for i in range(cases)]
         await gateway.start()
         try:

@@ -8,10 +8,9 @@ class ReusedWorkers(GatewayWorkers):
 
     def close(self) -> None:
         for worker in self._workers:
-            socket = worker._socket.dup()
-            worker._channel.close()
-            worker._server.close()
-            worker._socket = socket
+            socket = worker.socket.dup()
+            worker.disconnect()
+            worker.socket = socket
 
     def end(self) -> None:
         self.close()

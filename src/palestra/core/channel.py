@@ -8,9 +8,10 @@ import inspect
 import itertools
 import logging
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from struct import Struct
-from typing import Any
+from typing import Any, TypeVar
 
 from palestra.core.codec import CodecError, decode, encode
 from palestra.core.errors import PalestraError, StateError, text_of
@@ -23,6 +24,7 @@ _ANSWERS = ("reply", "error")
 
 log = logging.getLogger("palestra")
 
+T = TypeVar("T")
 Handlers = Mapping[str, Callable[..., object]]  # by the kind of a message; they get its values
 
 
@@ -39,10 +41,13 @@ class Channel:
         sock.setblocking(False)
         self._socket = sock
         self._loop = asyncio.get_running_loop()
+        handlers = {**handlers, "cancel": self._cancel}
         self._handlers = {kind: (function, _types(function)) for kind, function in handlers.items()}
         self._on_closed = on_closed
         self._numbers = itertools.count()
         self._calls: dict[int, tuple[asyncio.Future[Any], Any]] = {}  # with the type of the reply
+        self._answers: dict[int, asyncio.Future[Any]] = {}  # to calls of the other process that are not there yet
+        self._failures: dict[str, BaseException] = {}  # that were reported and have no class there, by their texts
         self._is_flushing = self._is_waiting = False  # for the end of this round; for the socket
         self._unsent = bytearray()
         self._received = bytearray()
@@ -76,9 +81,33 @@ class Channel:
         except CodecError as error:
             self.fail(number, error)
 
+    def answer(self, number: int, work: Awaitable[T], form: Callable[[T], Any] = lambda value: value) -> None:
+        """Reply to a call with the outcome of this work in this form. The other process can cancel it."""
+        self._answers[number] = future = asyncio.ensure_future(work)
+        future.add_done_callback(partial(self._answered, number, form))
+
+    def _answered(self, number: int, form: Callable[[Any], Any], work: asyncio.Future[Any]) -> None:
+        del self._answers[number]
+        error = asyncio.CancelledError() if work.cancelled() else work.exception()
+        if error is not None:
+            self.fail(number, error)
+        else:
+            self.reply(number, form(work.result()))
+
+    def cancel(self, number: int) -> None:
+        """Ask the other process to cancel what it does for a call; its reply comes when that has ended."""
+        self.send("cancel", number)
+
+    def _cancel(self, number: int) -> None:
+        if (work := self._answers.get(number)) is not None:
+            work.cancel()
+
     def fail(self, number: int, error: BaseException) -> None:
-        """Reply with an error. The other process gets other errors than ours as a RuntimeError with the same text."""
+        """Reply with an error. The other process gets other errors than ours as a RuntimeError with the same text;
+        where it raises that in turn, the error itself comes back."""
         names = [_name(kind) for kind in type(error).__mro__]
+        if not isinstance(error, PalestraError):
+            self._failures[str(error) if type(error) is RuntimeError else text_of(error)] = error
         if isinstance(error, PalestraError) or type(error) is RuntimeError:
             with contextlib.suppress(CodecError):  # of its arguments or fields
                 self._send("error", number, (names, list(error.args), vars(error)))
@@ -93,6 +122,8 @@ class Channel:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
+        for work in list(self._answers.values()):
+            work.cancel()
         calls, self._calls = self._calls, {}
         for future, _ in calls.values():
             if reason is None or future.done():
@@ -178,17 +209,18 @@ class Channel:
                 if number in self._calls:
                     self._settle(number, decode(body, self._calls[number][1]))
             elif kind == "error":
-                self._settle(number, _error(*decode(body, tuple[list[str], list[Any], dict[str, Any]])))
+                error = _error(*decode(body, tuple[list[str], list[Any], dict[str, Any]]))
+                self._settle(number, self._failures.get(str(error), error))
             elif kind in self._handlers:
                 function, types = self._handlers[kind]
                 function(*decode(body, types))
             else:
                 raise StateError(f"nothing here handles messages of the kind {kind}")
-        except Exception as error:
+        except Exception as failure:
             if kind in _ANSWERS:
-                self._settle(number, error)
+                self._settle(number, failure)
             elif number != _ONE_WAY:
-                self.fail(number, error)
+                self.fail(number, failure)
             else:
                 log.exception("a message between processes (%s) failed", kind)
 

@@ -9,6 +9,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
+import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -56,12 +59,12 @@ def isolated(*words: object, python: str | Path = sys.executable) -> list[str]:
     return [str(python), "-P", str(_ISOLATED_CHILD), *map(str, words)]
 
 
-def end(process: subprocess.Popen[str], terminate_s: float = 0.0) -> None:
+def end(process: subprocess.Popen[str] | Fork, terminate_s: float = 0.0) -> None:
     """Kill the process and all that it has started; SIGTERM comes `terminate_s` before SIGKILL.
 
     Call it immediately for a process that has ended by itself, before its pid is reused.
     """
-    if terminate_s and process.poll() is None:
+    if terminate_s and not isinstance(process, Fork) and process.poll() is None:
         end_group(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(terminate_s)
@@ -85,6 +88,45 @@ def ends_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], No
             os._exit(1)
 
     return prepare
+
+
+class Fork:
+    """A fork of this process that calls a function, leads its own process group and ends with this process. It has
+    what `end` uses of a Popen."""
+
+    stdin = stdout = stderr = returncode = None
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        end_with_parent = ends_with_parent(signal.SIGKILL)
+        assert end_with_parent is not None
+        with warnings.catch_warnings():
+            # a fork uses nothing that another thread may hold: no GPU, no tokenizer threads, no log handlers
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                end_with_parent()
+                os.setsid()  # Ctrl-C in a terminal is for its parent
+                work()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """As a Popen's: its exit status, negative where a signal has ended it."""
+        began = time.monotonic()
+        while self.returncode is None:
+            pid, status = os.waitpid(self.pid, 0 if timeout is None else os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > began + (timeout or 0.0):
+                raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
+            else:
+                time.sleep(0.001)
+        return self.returncode
 
 
 def end_group(leader: int, number: signal.Signals = signal.SIGKILL) -> None:

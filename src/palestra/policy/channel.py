@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from palestra.core.channel import Channel, Handlers
 from palestra.core.types import SamplingParams, Turn
-from palestra.policy.base import Policy
+from palestra.policy.base import Policy, TokenLogprobs
 
 FAMILY = 1 << 20  # numbers for the forks of one session
 _PUSH_S = 0.01  # between new tokens of a turn that is followed
@@ -82,7 +82,7 @@ class ChannelPolicy(Policy[RemoteSession]):
         try:
             turn, length = await reply
         except asyncio.CancelledError:
-            self.channel.send("cancel", call)
+            self.channel.cancel(call)
             raise
         finally:
             self._followed.pop(session.number, None)
@@ -95,6 +95,12 @@ class ChannelPolicy(Policy[RemoteSession]):
         await asyncio.sleep(0)  # the call of `sample` is sent before
         self._followed[session.number] = session
         await self.channel.call("follow", session.number, len(session.token_ids))[1]
+
+    async def score(
+        self, token_ids: Sequence[int], start: int, *, top: int = 0, temperature: float = 1.0
+    ) -> AsyncIterator[TokenLogprobs]:
+        """The logprobs of tokens, in one piece."""
+        yield await self.channel.call("score", _bytes(token_ids), start, top, temperature, returns=TokenLogprobs)[1]
 
     def skip_tool_barrier(self, session: RemoteSession) -> None:
         self.channel.send("skip_tool_barrier", session.number)
@@ -120,43 +126,40 @@ class PolicyServer:
     """The sessions of one `ChannelPolicy` at a policy of this process, in its event loop.
 
     With `numbered`, the other end's numbers decide the order of rows in the sampler's batches, so that they do not
-    depend on which process was quicker.
+    depend on which process was quicker. `scorer` gives the logprobs of tokens.
     """
 
     channel: Channel
 
-    def __init__(self, policy: Policy[Any], *, numbered: bool = False) -> None:
+    def __init__(
+        self, policy: Policy[Any], *, numbered: bool = False, scorer: Callable[..., Awaitable[Any]] | None = None
+    ) -> None:
         self._policy = policy
         self._numbered = numbered
+        self._scorer = scorer
         self._sessions: dict[int, Any] = {}  # or the error that kept one from being opened
-        self._turns: dict[int, asyncio.Future[Turn]] = {}  # in progress, by the number of the call
-        self._sampling: set[int] = set()
+        self._turns: dict[int, asyncio.Future[Turn]] = {}  # the last one of each session
         self._followed: dict[int, int] = {}  # tokens of the session that the other end has
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def handlers(self) -> Handlers:
         """The methods that messages name."""
-        names = ("open", "fork", "branch", "append", "close", "skip_tool_barrier", "sample", "cancel", "follow")
+        names = ("open", "fork", "branch", "append", "close", "skip_tool_barrier", "sample", "follow", "score", "ping")
         return {name: getattr(self, f"_{name}") for name in names}
 
     def close(self) -> None:
-        """Cancel all turns and close all sessions, after the channel was closed."""
-        for turn in list(self._turns.values()):
-            turn.cancel()
+        """Close all sessions, after the channel was closed, which cancels their turns."""
         for number in list(self._sessions):
             self._close(number)
         if self._timer is not None:
             self._timer.cancel()
 
-    def fail(self, call: int, error: Exception) -> None:
-        self.channel.fail(call, error)
-
     def _open(self, number: int, token_ids: bytes) -> None:
         self._make([number], lambda: [self._policy.open(_ids(token_ids))])
 
     def _fork(self, number: int, n: int, first: int) -> None:
-        session = self._sessions.pop(number)
+        session, _ = self._sessions.pop(number), self._turns.pop(number, None)
         self._make(range(first, first + n), lambda: self._policy.fork(session, n), session, ends_source=True)
 
     def _branch(self, number: int, length: int, branch: int) -> None:
@@ -190,6 +193,7 @@ class PolicyServer:
 
     def _close(self, number: int) -> None:
         self._followed.pop(number, None)
+        self._turns.pop(number, None)
         session = self._sessions.pop(number, None)
         if session is not None and not isinstance(session, Exception):
             self._policy.close(session)
@@ -204,42 +208,29 @@ class PolicyServer:
         if unsent:
             self._append(number, unsent)
         session = self._sessions[number]
-        try:
-            if isinstance(session, Exception):
-                raise session
-            turn = self._policy.begin(session, params)
-        except Exception as error:
-            self.fail(call, error)
-            return
-        self._sampling.add(number)
-        self._turns[call] = turn
-        turn.add_done_callback(partial(self._reply, call, number, session))
+        if isinstance(session, Exception):
+            raise session
+        turn = self._turns[number] = self._policy.begin(session, params)
+        self.channel.answer(call, turn, lambda turn: (turn, len(session.token_ids)))
 
-    def _reply(self, call: int, number: int, session: Any, turn: asyncio.Future[Turn]) -> None:
-        self._turns.pop(call, None)
-        self._sampling.discard(number)
-        self._followed.pop(number, None)
-        if turn.cancelled():
-            return
-        if (error := turn.exception()) is None:
-            self.channel.reply(call, turn.result(), len(session.token_ids))
-        else:
-            self.fail(call, error if isinstance(error, Exception) else RuntimeError(repr(error)))
+    def _score(self, call: int, token_ids: bytes, start: int, top: int, temperature: float) -> None:
+        assert self._scorer is not None
+        self.channel.answer(call, self._scorer(_ids(token_ids), start, top, temperature))
 
-    def _cancel(self, call: int) -> None:
-        if (turn := self._turns.get(call)) is not None:
-            turn.cancel()
+    def _ping(self, call: int) -> None:
+        self.channel.reply(call, None)
 
     def _follow(self, call: int, number: int, known: int) -> None:
         """Push new tokens of a session until its turn ends; the reply comes after a refusal of the turn."""
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self.channel.reply, call, None)
-        if number in self._sampling and not isinstance(self._sessions[number], Exception):
+        if number in self._turns:
             self._followed[number] = known
         if self._timer is None:
             self._timer = loop.call_later(_PUSH_S, self._push)
 
     def _push(self) -> None:
+        self._followed = {number: n for number, n in self._followed.items() if not self._turns[number].done()}
         for number, known in self._followed.items():
             if new := self._sessions[number].token_ids[known:]:
                 self._followed[number] += len(new)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from palestra.core.calls import OutOfThreads
-from palestra.core.chat_model import CallLog, ModelHost, hosting, logging_calls
+from palestra.core.chat_model import ModelHost, hosting, logging_calls
 from palestra.core.errors import (
     NotFiniteError,
     PalestraError,
@@ -31,27 +32,93 @@ START_BATCH_ROLLOUTS = 128
 YIELDS_PER_BATCH = 4  # of the event loop: the first of them are being sampled then
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A group whose conversations have begun; nothing is sampled yet."""
+class GroupCollector:
+    """Collects groups for problems: here, in other processes, or on other machines."""
 
-    problem: Problem
-    episodes: Sequence[Episode]
-    speakers: Sequence[Speaker]
+    async def collect(
+        self,
+        problems: Sequence[Problem],
+        group_size: int,
+        seed_keys: Sequence[str],
+        on_rollout: OnRollout = lambda r: None,
+    ) -> list[Group]:
+        """One group per problem, in this order. Equal seed keys give equal rollouts."""
+        raise NotImplementedError
+
+    def groups_at_once(self, group_size: int) -> int:
+        """Maximum number of groups in flight."""
+        raise NotImplementedError
+
+    async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
+        """Do the work that needs no policy for the next problems of `collect`, if there is any."""
 
     def abandon(self) -> None:
-        for speaker in self.speakers:
-            speaker.close()
-        close_now(self.episodes)
+        """Discard prepared groups that will not be collected."""
+
+
+@dataclass(slots=True)
+class Started:
+    """A group whose attempts can begin; nothing is sampled yet. `state` belongs to the runner."""
+
+    problem: Problem
+    episodes: list[Episode]
+    state: Any = None
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # for reward functions, besides the problem's
+
+
+class Runner:
+    """Makes the rollouts of a group: our agent loop, a user's function, a program. The collector does all the rest."""
+
+    in_batches = False  # whether `begin` gets all groups that may be open, before any is attempted
+    runs_programs = False  # whose number it limits itself, and none of which outlives the step
+
+    async def open(self, opener: Opener, problem: Problem, count: int) -> list[Episode] | NotOpened:
+        return await opener.open(problem, count)
+
+    async def begin(self, groups: Sequence[Started]) -> None:
+        """Called once for the groups that were opened together."""
+
+    def start(self, group: Started) -> None:
+        """Called before the attempts of each group; a PalestraError fails the group."""
+
+    async def attempt(self, group: Started, i: int, seed_key: str) -> Rollout:
+        """The attempt of sibling i, with the scores of its episode. What fails it is recorded on the rollout."""
+        raise NotImplementedError
+
+    def metrics(self, started: Started, group: Group) -> Mapping[str, Any]:
+        """Metrics of a group that was attempted."""
+        return {}
+
+    def close(self, group: Started) -> None:
+        """Free what `start` has taken, whether or not there were attempts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Collector:
-    """Problems -> groups of scored attempts. `start` gives each sibling of a group its speaker."""
+class AgentLoop(Runner):
+    """Our agent loop. `speakers` gives each sibling of a group its speaker."""
+
+    limits: AttemptLimits
+    speakers: Callable[[Sequence[Episode]], list[Speaker]]
+
+    def start(self, group: Started) -> None:
+        if group.state is None:
+            group.state = dict(enumerate(self.speakers(group.episodes)))
+
+    async def attempt(self, group: Started, i: int, seed_key: str) -> Rollout:
+        speaker = group.state.pop(i)
+        return await run_attempt(speaker, group.episodes[i], group.problem, self.limits, seed_of(seed_key))
+
+    def close(self, group: Started) -> None:
+        for speaker in group.state.values():
+            speaker.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Collector(GroupCollector):
+    """Problems -> groups of scored attempts by a runner in this process."""
 
     environment: Environment
-    limits: AttemptLimits
-    start: Callable[[Sequence[Episode]], list[Speaker]]
+    runner: Runner
     rewards: RewardFunctions = field(default_factory=RewardFunctions)
     max_open_episodes: int = 1024
     host: ModelHost = field(default_factory=LocalModels)  # of models that help in rollouts
@@ -59,8 +126,8 @@ class Collector:
     _prepared: list[Started] = field(init=False, repr=False, compare=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        if isinstance(self.environment, RunningEnv):
-            self.environment.max_text_chars = self.limits.max_tool_result_chars
+        if isinstance(self.environment, RunningEnv) and isinstance(self.runner, AgentLoop):
+            self.environment.max_text_chars = self.runner.limits.max_tool_result_chars
         object.__setattr__(self, "_opener", Opener(self.environment))
 
     async def collect(
@@ -69,63 +136,66 @@ class Collector:
         group_size: int,
         seed_keys: Sequence[str],
         on_rollout: OnRollout = lambda r: None,
-        on_group: Callable[[int, Group], None] | None = None,
+        on_group: Callable[[int, Group], None] = lambda i, g: None,
     ) -> list[Group]:
-        """Collect one group per problem; the number of open groups is limited. Equal seed keys give equal rollouts.
-
-        `on_group` gets the number of each problem and its group when that is complete.
-        """
-        at_once = self.groups_at_once(group_size)
-        started = dict[int, Started]()
+        """As the base class; `on_group` gets the number of each problem and its group when that is complete."""
+        at_once = len(problems) if self.runner.runs_programs else self.groups_at_once(group_size)
+        if self.runner.in_batches and len(problems) > at_once:
+            parts = [slice(i, i + at_once) for i in range(0, len(problems), at_once)]
+            collected = [await self.collect(problems[p], group_size, seed_keys[p], on_rollout) for p in parts]
+            return [group for groups in collected for group in groups]
+        started = dict[int, Started | NotOpened]()
         for i, group in enumerate(self._prepared):
             if i < len(problems) and group.problem is problems[i] and len(group.episodes) == group_size:
                 started[i] = group
             else:
-                group.abandon()
+                self._abandon(group)
         self._prepared.clear()
         opening: dict[int, asyncio.Task[list[Episode] | NotOpened]] = {}
         for i, problem in enumerate(problems[:at_once]):
             if i not in started:
-                opening[i] = asyncio.create_task(self._opener.open(problem, group_size))
+                opening[i] = asyncio.create_task(self.runner.open(self._opener, problem, group_size))
         slots = asyncio.Semaphore(at_once)
 
         async def attempted(i: int, problem: Problem, key: str) -> Group:
-            group: Group | None = None
             async with slots:
                 if i not in started:
-                    opened = await (opening[i] if i in opening else self._opener.open(problem, group_size))
-                    opening.pop(i, None)  # from here on the group closes them
-                    if isinstance(opened, NotOpened):
-                        group = failed_group(problem, opened.reason, group_size, on_rollout)
-                    else:
-                        try:
-                            started[i] = Started(problem, opened, self.start(opened))
-                        except PalestraError as refused:  # a prompt that is too long, or refused by the template
-                            await close_episodes(opened)
-                            prompt = tuple(opened[0].prompt)
-                            group = failed_group(problem, str(refused), group_size, on_rollout, prompt)
-                group = group or await self._attempts(started.pop(i), key, on_rollout)
-            if on_group is not None:
-                on_group(i, group)
+                    started[i] = _started(problem, await self.runner.open(self._opener, problem, group_size))
+                begun = started.pop(i)  # from here on the group closes its episodes
+                if isinstance(begun, NotOpened):
+                    group = failed_group(problem, begun.reason, group_size, on_rollout)
+                else:
+                    group = await self._group(begun, key, on_rollout)
+            on_group(i, group)
             return group
 
         tasks: list[asyncio.Task[Group]] = []
         try:
             if opening:  # before the first samples, so that the sampler's batches do not depend on which opened first
                 await asyncio.wait(opening.values())
+                started |= {i: _started(problems[i], task.result()) for i, task in opening.items()}
+                opening.clear()
+            await self.runner.begin([group for group in started.values() if isinstance(group, Started)])
             with hosting(self.host):
                 batch = max(1, START_BATCH_ROLLOUTS // group_size)
                 for i, (problem, key) in enumerate(zip(problems, seed_keys, strict=True)):
                     tasks.append(asyncio.create_task(attempted(i, problem, key)))
                     for _ in range(0 if (i + 1) % batch else YIELDS_PER_BATCH):
                         await asyncio.sleep(0)
-            return await all_groups(tasks, self.rewards)
+            groups = list(await asyncio.gather(*tasks))
+            self.rewards.require_working()
+            return groups
+        except OutOfThreads as error:
+            raise UserCodeError(str(error)) from error
         finally:
             for task in tasks:
                 task.cancel()
+            if self.runner.runs_programs:
+                await asyncio.gather(*tasks, return_exceptions=True)
             abandon(opening.values())
-            for started_group in started.values():
-                started_group.abandon()
+            for left in started.values():
+                if isinstance(left, Started):
+                    self._abandon(left)
 
     async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
         """Open the next step's episodes early, unless that is slow: containers and servers are held only in use."""
@@ -137,11 +207,11 @@ class Collector:
         try:
             await asyncio.wait(opening)
             for problem in problems:
-                opened = opening[0].result()
-                if isinstance(opened, NotOpened):
+                group = _started(problem, opening[0].result())
+                if isinstance(group, NotOpened):
                     return  # `collect` will try again, and say so
-                speakers = self.start(opened)
-                self._prepared.append(Started(problem, opened, speakers))
+                self.runner.start(group)
+                self._prepared.append(group)
                 del opening[0]
         except PalestraError:  # a prompt that is refused, as it will be again
             return
@@ -150,10 +220,14 @@ class Collector:
 
     def abandon(self) -> None:
         while self._prepared:
-            self._prepared.pop().abandon()
+            self._abandon(self._prepared.pop())
+
+    def _abandon(self, group: Started) -> None:
+        if group.state is not None:
+            self.runner.close(group)
+        close_now(group.episodes)
 
     def groups_at_once(self, group_size: int) -> int:
-        """Maximum number of groups in flight."""
         limit = getattr(self.environment, "max_episodes", None)
         if limit is not None and limit < group_size:
             raise ResourceError(
@@ -162,25 +236,73 @@ class Collector:
             )
         return max(1, min(limit or self.max_open_episodes, self.max_open_episodes) // group_size)
 
-    async def _attempts(self, group: Started, seed_key: str, on_rollout: OnRollout) -> Group:
-        problem, episodes = group.problem, group.episodes
+    async def _group(self, started: Started, seed_key: str, on_rollout: OnRollout) -> Group:
+        """Attempt, score and reward the siblings, and close their episodes."""
+        problem, episodes = started.problem, started.episodes
 
         async def attempt(i: int) -> Rollout:
-            seed = seed_of(f"{seed_key}/{i}")
-            rollout = await run_attempt(group.speakers[i], episodes[i], problem, self.limits, seed)
+            rollout = await self.runner.attempt(started, i, f"{seed_key}/{i}")
             on_rollout(rollout)
             return rollout
 
+        try:
+            self.runner.start(started)
+        except PalestraError as refused:  # a prompt that is too long, or refused by the template
+            await close_episodes(episodes)
+            return failed_group(problem, str(refused), len(episodes), on_rollout, tuple(episodes[0].prompt))
         with logging_calls() as calls:
             tasks = [asyncio.create_task(attempt(i)) for i in range(len(episodes))]
             try:
                 rollouts = await scored_together(self.environment, episodes, await asyncio.gather(*tasks))
-                rewarded = await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
-                return with_call_metrics(rewarded, calls)
+                weights, columns = self.environment.reward_weights, started.columns
+                group = await self.rewards.reward(problem, rollouts, episodes, weights, columns)
+                lengths = length_metrics(group.rollouts, calls.judges) if calls.judges else {}
+                metrics = {**group.metrics, **calls.counts, **lengths, **self.runner.metrics(started, group)}
+                return replace(group, metrics=metrics)
             finally:
                 for task in tasks:
                     task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                self.runner.close(started)
                 await close_episodes(episodes)
+
+
+def _started(problem: Problem, opened: list[Episode] | NotOpened) -> Started | NotOpened:
+    return opened if isinstance(opened, NotOpened) else Started(problem, opened)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCollector(GroupCollector):
+    """Groups made elsewhere, for training or for evaluations: by worker processes, or by actors of a cluster.
+
+    `open_groups` is how many groups of a size each of them may have open.
+    """
+
+    remote: Any  # RolloutWorkers, or the RolloutPool of `backend: ray`
+    training: bool
+    open_groups: Callable[[int], int]
+
+    async def collect(
+        self,
+        problems: Sequence[Problem],
+        group_size: int,
+        seed_keys: Sequence[str],
+        on_rollout: OnRollout = lambda r: None,
+    ) -> list[Group]:
+        at_once = self.open_groups(group_size)
+        groups: list[Group] = await self.remote.collect(
+            self.training, problems, group_size, seed_keys, at_once, on_rollout
+        )
+        return groups
+
+    async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
+        await self.remote.prepare(problems, group_size)
+
+    def abandon(self) -> None:
+        self.remote.abandon()
+
+    def groups_at_once(self, group_size: int) -> int:
+        return self.open_groups(group_size) * len(self.remote)
 
 
 async def scored_together(
@@ -200,25 +322,6 @@ async def scored_together(
     for i, verdicts in zip(good, group_scores or (), strict=group_scores is not None):
         scored[i] = replace(rollouts[i], scores={**rollouts[i].scores, **verdicts})
     return scored
-
-
-def with_call_metrics(group: Group, calls: CallLog) -> Group:
-    """Add the metrics of a group's judges and simulated users."""
-    lengths = length_metrics(group.rollouts, calls.judges) if calls.judges else {}
-    return replace(group, metrics={**group.metrics, **calls.counts, **lengths})
-
-
-async def all_groups(tasks: Sequence[asyncio.Task[Group]], rewards: RewardFunctions) -> list[Group]:
-    """Wait for all groups; if one fails, cancel the others. Raise if a reward function never worked."""
-    try:
-        groups = list(await asyncio.gather(*tasks))
-        rewards.require_working()
-        return groups
-    except OutOfThreads as error:
-        raise UserCodeError(str(error)) from error
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def failed_group(

@@ -6,42 +6,17 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from palestra.core.errors import NotFoundError, SettingError, StateError, UnreadableFileError
 from palestra.core.files import append_jsonl, read_jsonl, write_jsonl
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.types import Group, Problem, Rollout, without_routing
 from palestra.evals.report import EvalReport
-from palestra.rollout.collect import OnRollout, require_one_good
+from palestra.rollout.collect import GroupCollector, OnRollout, require_one_good
 
 ATTEMPTS_BETWEEN_WRITES = 64  # of an evaluation with a file; enough to keep a sampler busy
 _ABOUT = "evaluation"  # the key of the first line
-
-
-class GroupCollector(Protocol):
-    """Collects groups for problems: attempts by a policy or an endpoint, or a user's function."""
-
-    async def collect(
-        self, problems: Sequence[Problem], group_size: int, seed_keys: Sequence[str], on_rollout: OnRollout = ...
-    ) -> list[Group]: ...
-
-    def groups_at_once(self, group_size: int) -> int:
-        """Maximum number of groups in flight."""
-        ...
-
-
-@runtime_checkable
-class SupportsPrefetch(Protocol):
-    """A collector that can begin before the policy may be asked."""
-
-    async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
-        """Do the work that needs no policy for the next problems of `collect`."""
-        ...
-
-    def abandon(self) -> None:
-        """Discard prepared groups that will not be collected."""
-        ...
 
 
 class EvalFile:

@@ -14,7 +14,8 @@ from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.types import HELD_OUT_PREFIX, Problem
 from palestra.envs.base import Split
 from palestra.evals.report import EvalReport
-from palestra.rollout.evaluate import EvalFile, GroupCollector, evaluate
+from palestra.rollout.collect import GroupCollector
+from palestra.rollout.evaluate import EvalFile, evaluate
 from palestra.train.watcher import Watcher
 
 

@@ -17,8 +17,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import StateError
 from palestra.core.types import Group, Problem, Rollout, oldest_version
 from palestra.evals.case_rates import CaseRates, Choice, retest_size
-from palestra.rollout.collect import any_good, require_one_good
-from palestra.rollout.evaluate import GroupCollector, SupportsPrefetch
+from palestra.rollout.collect import GroupCollector, any_good, require_one_good
 from palestra.train.batch import has_signal
 from palestra.train.credit import AdvantageFunction, Credit, assign_credit
 from palestra.train.watcher import Watcher
@@ -129,8 +128,6 @@ class ProblemSource(GroupSource):
             self.rates.observe(groups, signals, step, lambda case: self._in_progress.pop(case, known.get(case)))
 
     async def prepare(self, count: int) -> None:
-        if not isinstance(self.collector, SupportsPrefetch):
-            return
         problems = draw(self.problems, self.drawn, count, self.seed)
         if self.rates is not None:
             problems = [self.problems[choice.index] for choice in self._choose(count) if not choice.retests]
@@ -147,8 +144,7 @@ class ProblemSource(GroupSource):
         self._in_progress = {}
 
     def close(self) -> None:
-        if isinstance(self.collector, SupportsPrefetch):
-            self.collector.abandon()
+        self.collector.abandon()
         self.on_close()
 
 

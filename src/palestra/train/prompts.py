@@ -17,7 +17,7 @@ from palestra.envs.base import Episode, Split
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import Speaker, TokenSpeaker
-from palestra.rollout.collect import Collector
+from palestra.rollout.collect import AgentLoop, Collector
 from palestra.rollout.rewards import REWARD_TIMEOUT_S
 from palestra.train.group_source import ProblemSource
 from palestra.train.limits import attempt_limits
@@ -155,7 +155,7 @@ class PromptTask:
             return [TokenSpeaker(policy, s, texts, prompt) for s in policy.fork(policy.open(ids), len(episodes))]
 
         limits = attempt_limits(config, self.stops, training=True)
-        return Collector(self, limits, start, max_open_episodes=config.rollout.max_open_episodes)
+        return Collector(self, AgentLoop(limits, start), max_open_episodes=config.rollout.max_open_episodes)
 
     def source(self, parts: Parts) -> ProblemSource:
         collector, config = self.collector(parts.policy, parts.config), parts.config

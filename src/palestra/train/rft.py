@@ -21,8 +21,7 @@ from palestra.core.config_sections import StagesSection
 from palestra.core.types import Group, Problem, Rollout
 from palestra.envs.base import Environment
 from palestra.models.chat.template import ChatFormat
-from palestra.rollout.collect import OnRollout
-from palestra.rollout.evaluate import GroupCollector
+from palestra.rollout.collect import GroupCollector, OnRollout
 from palestra.rollout.hints import Hint, HintedEnvironment, pass_rate, quality, rules_for, with_hints
 from palestra.train.demonstrations import DemonstrationSource, sampled_key, steps_for
 

@@ -208,9 +208,9 @@ class Stages:
 
         def collector(environment: Any, temperature: float, forced_calls: int) -> Any:
             hotter = config.with_settings({"rollout.temperature": temperature})
-            plain = agent_collector(environment, parts.policy, parts.chat, hotter, training=True)
-            calls = min(forced_calls, plain.limits.max_tool_rounds) if takes_grammars else 0
-            return replace(plain, rewards=rewards, limits=replace(plain.limits, forced_calls=calls, call=call))
+            calls = min(forced_calls, hotter.rollout.max_tool_rounds) if takes_grammars else 0
+            own: dict[str, Any] = {"rewards": rewards, "forced_calls": calls, "call": call}
+            return agent_collector(environment, parts.policy, parts.chat, hotter, training=True, **own)
 
         stages = config.stages
         attempts = RFT_ATTEMPTS * config.rollout.group_size

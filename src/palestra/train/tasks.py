@@ -27,12 +27,11 @@ from palestra.models.chat.written import check_tool_calls, tool_call_problem
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
 from palestra.rollout.agent_loop import token_speakers
-from palestra.rollout.collect import Collector
-from palestra.rollout.custom import FunctionCollector, RolloutFunction
-from palestra.rollout.evaluate import GroupCollector
+from palestra.rollout.collect import AgentLoop, Collector, GroupCollector, RemoteCollector
+from palestra.rollout.custom import FunctionRunner, RolloutFunction
 from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import RewardFunction, RewardFunctions, TrainerState
-from palestra.rollout.workers import RolloutWorkers, WorkerCollector
+from palestra.rollout.workers import RolloutWorkers
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource, NoMoreGroups, ProblemSource
 from palestra.train.limits import attempt_limits
@@ -132,20 +131,24 @@ class EnvironmentTask:
             parts.config.refuse(["rollout.max_staleness"], "rollout_func may sample from the model that is trained")
             if parts.policy.samples_groups:
                 raise UnsupportedError("rollout_func samples in the process that trains; use backend: local with it")
-            own, at_once = (self.environment, self.rollout_func, self.trainer), parts.config.rollout.max_open_episodes
-            return FunctionCollector(*own, parts.chat, parts.policy, rewards, at_once)
+            host, at_once = LocalModels(parts.policy, parts.chat), parts.config.rollout.max_open_episodes
+            runner = FunctionRunner(self.rollout_func, self.trainer, parts.chat, parts.policy)
+            return Collector(self.environment, runner, rewards, at_once, host)
         collector = self._agent_collector(parts, training=training)
         if parts.policy.samples_groups:
             task = replace(self, trainer=None)
             return parts.policy.group_collector(parts.config, task, training, collector.groups_at_once)
         if parts.workers:
-            return WorkerCollector(parts.workers[0], training, collector.groups_at_once)
+            workers = parts.workers[0]
+            of_each: Callable[[int], int] = lambda size: max(1, collector.groups_at_once(size) // len(workers))  # noqa: E731
+            return RemoteCollector(workers, training, of_each)
         return collector if parts.ranks.size == 1 else provided("rollouts of several ranks")(collector, parts.ranks)
 
     def _agent_collector(self, parts: Parts, *, training: bool) -> Collector:
         """Our agent loop, with the reward functions."""
-        collector = agent_collector(self.environment, parts.policy, parts.chat, parts.config, training=training)
-        return replace(collector, rewards=rewards_of(self.environment, self.reward_functions, parts))
+        rewards = rewards_of(self.environment, self.reward_functions, parts)
+        parts_of_it = self.environment, parts.policy, parts.chat, parts.config
+        return agent_collector(*parts_of_it, training=training, rewards=rewards)
 
     def _collectors_of_worker(self, parts: Parts, workers: int, policy: Policy[Any]) -> dict[bool, Collector]:
         """What one of the worker processes collects with, for training and for evaluations."""
@@ -213,15 +216,16 @@ def rewards_of(environment: Environment, functions: Sequence[RewardFunction], pa
 
 
 def agent_collector(
-    environment: Environment, policy: Policy[Any], chat: ChatFormat, config: RunConfig, *, training: bool
-) -> Collector:
-    """Our agent loop over an environment and a policy, sampling for training or for evaluation."""
+    environment: Environment, policy: Policy[Any], chat: ChatFormat, config: RunConfig, *, training: bool,
+    rewards: RewardFunctions | None = None, **more: Any,
+) -> Collector:  # fmt: skip
+    """Our agent loop over an environment and a policy, sampling for training or for evaluation; `more` limits."""
     if tool_call_problem(chat) and _tools_of(environment):
         check_tool_calls(chat)
-    limits = attempt_limits(config, chat.stop_token_ids, training=training)
+    limits = replace(attempt_limits(config, chat.stop_token_ids, training=training), **more)
     speakers = token_speakers(policy, chat, limits.unexpected_call_format)
     at_once, host = config.rollout.max_open_episodes, LocalModels(policy, chat)
-    return Collector(environment, limits, speakers, max_open_episodes=at_once, host=host)
+    return Collector(environment, AgentLoop(limits, speakers), rewards or RewardFunctions(), at_once, host)
 
 
 def worker_count(environment: Environment, parts: Parts) -> int:

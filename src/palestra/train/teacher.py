@@ -16,7 +16,7 @@ from palestra.core.types import Problem
 from palestra.envs.base import Environment, Episode
 from palestra.policy.openai import OpenAIChat
 from palestra.rollout.agent_loop import AttemptLimits, Speaker, endpoint_speakers
-from palestra.rollout.collect import Collector
+from palestra.rollout.collect import AgentLoop, Collector
 from palestra.rollout.rewards import RewardFunctions
 
 log = logging.getLogger("palestra")
@@ -68,7 +68,7 @@ async def teacher_demonstrations(
     first_error: str | None = None
     rewards = rewards or RewardFunctions()
     speakers = endpoint_speakers(endpoint)
-    slots = asyncio.Semaphore(Collector(environment, limits, speakers, rewards).groups_at_once(1))
+    slots = asyncio.Semaphore(Collector(environment, AgentLoop(limits, speakers), rewards).groups_at_once(1))
 
     async def demonstrate(problem: Problem) -> None:
         """Attempt a problem until an attempt passes."""
@@ -79,7 +79,7 @@ async def teacher_demonstrations(
             schemas.update({tool.name: tool.schema for episode in episodes for tool in episode.tools})
             return speakers(episodes)
 
-        collector = Collector(environment, limits, start, rewards)
+        collector = Collector(environment, AgentLoop(limits, start), rewards)
         for number in range(attempts):
             [group] = await collector.collect([problem], 1, [f"teacher/{seed}/{problem.id}/{number}"])
             [rollout] = group.rollouts

@@ -39,7 +39,7 @@ from palestra.learner.lora import add_lora
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel
 from palestra.rollout.agent_loop import AttemptLimits, token_speakers
-from palestra.rollout.collect import Collector
+from palestra.rollout.collect import AgentLoop, Collector
 from palestra.rollout.hints import answer_hint, choose_hint, feedback_hint, opening_of, sibling_hint
 from palestra.servers.openai.inference import inference_app, load_completer
 from palestra.train.batch import to_batch
@@ -65,7 +65,7 @@ def play(tokenizer: Any, problem: Problem, texts: Sequence[Sequence[str]], right
     for said, right in zip(texts, rights, strict=True):
         policy = ScriptedPolicy(tokenizer, said)
         limits = AttemptLimits(SamplingParams(200, stop_token_ids=chat.stop_token_ids))
-        collector = Collector(Sums(), limits, token_speakers(policy, chat))
+        collector = Collector(Sums(), AgentLoop(limits, token_speakers(policy, chat)))
         [one] = asyncio.run(collector.collect([problem], 1, ["0"]))
         score = Score(float(right), right, "" if right else "the sum is 5, not 6")
         found.append(replace(one.rollouts[0], scores={"right": score}, reward=float(right)))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from palestra.core.endpoints import BudgetSpent
+from palestra.core.chat_model import BudgetSpent
 from palestra.core.errors import SettingError
 from palestra.extras.improve.search import (
     Candidate,

@@ -19,12 +19,12 @@ from palestra.extras.ray.pool import (
     MAX_LOSSES,
     GroupSampler,
     PackedWeights,
-    PoolCollector,
     PoolPolicy,
     RolloutPool,
     pack,
     unpack,
 )
+from palestra.rollout.collect import RemoteCollector
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_cluster import FakeCluster
@@ -67,6 +67,7 @@ class Room:
         self.runner, self.pace, self.cluster = runner, asyncio.Event(), FakeCluster(room)
         self.fails: Exception | None = None
         self.pool = RolloutPool(self.cluster, size, needs="1 CPU", **options)
+        self.pool.recipe = self.recipe
         self.pool.update(PackedWeights(1, {}))
 
     def recipe(self) -> GroupSampler:
@@ -76,8 +77,8 @@ class Room:
         return GroupSampler(policy, collector, collector)
 
     @property
-    def collector(self) -> PoolCollector:
-        return PoolCollector(self.pool, self.recipe, True, lambda group_size: 4)
+    def collector(self) -> RemoteCollector:
+        return RemoteCollector(self.pool, True, lambda group_size: 4)
 
     def collect(self) -> Any:
         seen: list[Rollout] = []
@@ -249,8 +250,9 @@ def test_an_actor_that_cannot_be_built_ends_the_run_instead_of_being_tried_for_e
     def recipe() -> GroupSampler:
         raise ModuleNotFoundError("No module named 'shop'")
 
+    room.pool.recipe = recipe
     with pytest.raises(ServiceError, match=r"a rollout actor cannot be built: ModuleNotFoundError: .*'shop'"):
-        runner.run(PoolCollector(room.pool, recipe, True, lambda size: 4).collect(PROBLEMS, 2, KEYS))
+        runner.run(room.collect())
 
 
 def test_an_actor_has_no_more_groups_than_it_may_have_open(runner: asyncio.Runner) -> None:

@@ -17,7 +17,7 @@ from palestra.core.errors import PalestraError, UserCodeError
 from palestra.core.types import Group, Message, Problem, Rollout, SamplingParams, Score
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits, token_speakers
-from palestra.rollout.collect import Collector, require_one_good, seed_of
+from palestra.rollout.collect import AgentLoop, Collector, require_one_good, seed_of
 from palestra.rollout.evaluate import evaluate
 from palestra.rollout.rewards import RewardFunctions
 from palestra.train.group_source import ProblemSource, draw, gather
@@ -45,7 +45,7 @@ class World:
         limits = AttemptLimits(SamplingParams(400, stop_token_ids=chat.stop_token_ids))
         start = token_speakers(self.policy, chat)
         rewards = RewardFunctions(self.reward_functions, measures=self.environment.reward_weights)
-        self.collector = Collector(self.environment, limits, start, rewards)
+        self.collector = Collector(self.environment, AgentLoop(limits, start), rewards)
 
     def collect(self, *problems: Problem, size: int = 2, **more: Any) -> list[Group]:
         keys = [f"key/{i}" for i in range(len(problems))]
@@ -248,7 +248,8 @@ def test_without_threads_left_the_run_ends_loudly_and_nothing_is_scored(tokenize
         return a + b
 
     world = World(tokenizer, environment=ScriptedEnvironment(tools=(add,)))
-    collector = replace(world.collector, limits=replace(world.collector.limits, tool_timeout_s=0.3))
+    loop = replace(world.collector.runner, limits=replace(world.collector.runner.limits, tool_timeout_s=0.3))
+    collector = replace(world.collector, runner=loop)
     with pytest.raises(UserCodeError, match="1 calls of tools, measures or environments ran past their time limit"):
         asyncio.run(collector.collect([GOOD], 2, ["key"]))
     release.set()

@@ -10,7 +10,8 @@ from palestra import Agent, EvalSuite, train_grpo
 from palestra.core.errors import TrainingError
 from palestra.core.types import Group, Problem
 from palestra.models.chat.template import ChatFormat
-from palestra.rollout.custom import FunctionCollector
+from palestra.rollout.collect import Collector
+from palestra.rollout.custom import FunctionRunner
 from palestra.rollout.rewards import RewardFunctions
 
 CONFIG = {
@@ -74,7 +75,7 @@ def test_what_does_not_fit_is_told(tmp_path, change, words):
 
 def collect(tokenizer: Any, environment: ScriptedEnvironment, function: Any, *rewards: Any) -> list[Group]:
     policy, chat = ScriptedPolicy(tokenizer, []), ChatFormat(tokenizer)
-    collector = FunctionCollector(environment, function, None, chat, policy, RewardFunctions(rewards))
+    collector = Collector(environment, FunctionRunner(function, None, chat, policy), RewardFunctions(rewards))
     return asyncio.run(collector.collect([Problem("p", "2 + 3?"), Problem("q", "1 + 4?")], 2, ["a", "b"]))
 
 
@@ -126,9 +127,9 @@ def test_the_function_is_called_with_no_more_prompts_than_episodes_may_be_open(t
         return fives(prompts, trainer)
 
     policy, chat = ScriptedPolicy(tiny_tokenizer, []), ChatFormat(tiny_tokenizer)
-    collector = FunctionCollector(ScriptedEnvironment(), counted, None, chat, policy, max_open_episodes=5)
+    collector = Collector(ScriptedEnvironment(), FunctionRunner(counted, None, chat, policy), max_open_episodes=5)
     problems = [Problem(str(i), "2 + 3?") for i in range(5)]
-    groups = asyncio.run(collector.collect(problems, 2, []))
+    groups = asyncio.run(collector.collect(problems, 2, list("abcde")))
     assert sizes == [4, 4, 2]
     assert [g.problem_id for g in groups] == ["0", "1", "2", "3", "4"]
 
@@ -143,7 +144,7 @@ def test_a_function_that_raises_fails_only_the_groups_that_it_raises_for(tiny_to
     bad, good = collect(tiny_tokenizer, environment, refuses_one)
     assert {r.error for r in bad.rollouts} == {"rollout_func raised ZeroDivisionError: division by zero"}
     assert [r.error for r in good.rollouts] == [None, None]
-    assert [episode.closed for episode in environment.episodes] == [1] * 8
+    assert [episode.closed for episode in environment.episodes] == [1] * 4
 
 
 def test_the_function_tells_which_answers_were_cut_off(tiny_tokenizer):

@@ -12,7 +12,7 @@ from palestra.core.types import Problem, Rollout, SamplingParams
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.rollout.agent_loop import AttemptLimits, endpoint_speakers, token_speakers
-from palestra.rollout.collect import Collector, seed_of
+from palestra.rollout.collect import AgentLoop, Collector, seed_of
 
 QUESTION = Problem("p", "What is 2 + 3?")
 
@@ -46,7 +46,7 @@ def endpoint() -> Iterator[Endpoint]:
 def attempt(endpoint: Any, budget: int, **limits: Any) -> Rollout:
     chat = OpenAIChat(OpenAISettings(model_name="m", base_url=endpoint.url))
     sampling = AttemptLimits(SamplingParams(budget, temperature=0.5, top_p=0.9), **limits)
-    collector = Collector(ScriptedEnvironment(), sampling, endpoint_speakers(chat))
+    collector = Collector(ScriptedEnvironment(), AgentLoop(sampling, endpoint_speakers(chat)))
     (group,) = asyncio.run(collector.collect([QUESTION], 1, ["key"]))
     return group.rollouts[0]
 
@@ -73,7 +73,7 @@ def test_every_turn_has_a_seed_of_its_own_by_the_rule_of_token_policies(endpoint
     attempt(endpoint, 100)
     policy = ScriptedPolicy(tiny_tokenizer, [CALL, CALL, ANSWER])
     limits = AttemptLimits(SamplingParams(400))
-    collector = Collector(ScriptedEnvironment(), limits, token_speakers(policy, ChatFormat(tiny_tokenizer)))
+    collector = Collector(ScriptedEnvironment(), AgentLoop(limits, token_speakers(policy, ChatFormat(tiny_tokenizer))))
     asyncio.run(collector.collect([QUESTION], 1, ["key"]))
     seeds = [params.seed for params in policy.params]
     assert seeds == [seed_of("key/0") + turn for turn in range(3)]

@@ -10,7 +10,7 @@ from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedEpisode, Scripte
 from palestra.core.types import Message, Problem, Rollout, SamplingParams, ToolCall, ToolResult
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits, token_speakers
-from palestra.rollout.collect import Collector
+from palestra.rollout.collect import AgentLoop, Collector
 from palestra.rollout.hints import Hint, quality, rules_for, with_hints
 
 PROBLEM = Problem("good", "What is 2 + 3?", 5)
@@ -80,7 +80,7 @@ def test_hinted_attempts_are_scored_and_learned_without_the_hint(tiny_tokenizer:
     limits = AttemptLimits(SamplingParams(400, stop_token_ids=chat.stop_token_ids))
     other = Problem("other", "What is 3 + 2?", 5)
     groups = asyncio.run(
-        Collector(hinted, limits, token_speakers(policy, chat)).collect([PROBLEM, other], 1, ["a", "b"])
+        Collector(hinted, AgentLoop(limits, token_speakers(policy, chat))).collect([PROBLEM, other], 1, ["a", "b"])
     )
     (raw,), (untouched,) = (group.rollouts for group in groups)
     plain = hinted.without_hint(raw, chat)

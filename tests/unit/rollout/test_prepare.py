@@ -13,7 +13,7 @@ from palestra.core.types import Problem, SamplingParams
 from palestra.envs import opening
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits, token_speakers
-from palestra.rollout.collect import Collector
+from palestra.rollout.collect import AgentLoop, Collector
 from palestra.train.group_source import ProblemSource
 
 PROBLEMS = [Problem(str(i), f"What is {i} + 3?") for i in range(4)]
@@ -27,7 +27,7 @@ class Prepared:
         chat = ChatFormat(tokenizer)
         self.environment, self.policy = ScriptedEnvironment(), ScriptedPolicy(tokenizer, [CALL, ANSWER], context=700)
         limits = AttemptLimits(SamplingParams(400, stop_token_ids=chat.stop_token_ids))
-        self.collector = Collector(self.environment, limits, token_speakers(self.policy, chat))
+        self.collector = Collector(self.environment, AgentLoop(limits, token_speakers(self.policy, chat)))
         self.collect(PROBLEMS[0])  # then it is known that they open at once
         self.environment.episodes.clear()
 

@@ -60,7 +60,7 @@ class Run:
 
     @property
     def pids(self) -> list[int]:
-        return [worker.pid for workers in self.parts.workers for worker in workers._workers]
+        return [pid for workers in self.parts.workers for pid in workers.process_ids]
 
     def step(self, count: int = 5) -> list[Group]:
         return self.parts.runner.run(self.source.next(count, 0))
@@ -135,15 +135,54 @@ def test_workers_end_with_the_source(start):
     assert not any(map(is_alive, run.pids))
 
 
-def test_a_worker_that_is_killed_ends_the_step_with_its_exit_code(start):
+class Gated(Sums):
+    """Its attempts begin when the file exists; each says in which process."""
+
+    folder: Path
+
+    def start(self) -> None:
+        (self.folder / str(os.getpid())).touch()
+        while not (self.folder / "go").exists():
+            time.sleep(0.01)
+
+
+def test_groups_of_a_worker_that_is_killed_are_collected_again_by_the_others_with_the_same_keys(start, tmp_path):
+    expected = start(rollout__workers=0).step()
+    environment = Gated()
+    environment.folder = tmp_path
+    (tmp_path / "go").touch()
+    run = start(RunningEnv(environment), rollout__workers=3)  # its first episode opens in this process
+    (tmp_path / "go").unlink()
+    killed = run.pids[1]
+
+    async def killing() -> list[Group]:
+        step = asyncio.create_task(run.source.next(5, 0))
+        while not (tmp_path / str(killed)).exists():
+            await asyncio.sleep(0.01)
+        os.kill(killed, signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        (tmp_path / "go").touch()
+        return await step
+
+    found = run.parts.runner.run(killing())
+    assert tokens(found) == tokens(expected)
+    assert f"process {killed}" not in {reason for of_group in pids(found) for reason in of_group}
+    assert all(len(of_group) == 1 for of_group in pids(found))
+    run.prepare()
+    assert len(run.step()) == 5
+    assert not run.policy.engine.busy
+
+
+def test_when_all_workers_were_killed_the_step_ends_with_the_exit_code(start):
     run = start()
     run.step(2)
-    os.kill(run.pids[1], signal.SIGKILL)
+    for pid in run.pids:
+        os.kill(pid, signal.SIGKILL)
     with pytest.raises(ResourceError, match=r"exit code -9.*rollout.workers"):
         run.step()
     with pytest.raises(ResourceError):
         run.step()
-    assert not run.policy.engine.busy, "no turn of the other worker is left"
+    assert not run.policy.engine.busy, "no turn is left"
 
 
 class Slow(Sums):

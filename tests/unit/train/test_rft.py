@@ -15,7 +15,7 @@ from palestra.core.config_sections import StagesSection
 from palestra.core.types import Group, Message, Problem, Rollout, SamplingParams, Score, ToolResult, Turn
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits, token_speakers
-from palestra.rollout.collect import Collector
+from palestra.rollout.collect import AgentLoop, Collector
 from palestra.rollout.hints import Hint, quality
 from palestra.train.demonstrations import DemonstrationStore
 from palestra.train.rft import MIN_STEPS, RftSource
@@ -156,7 +156,7 @@ def lab(tiny_tokenizer: Any, tmp_path: Path) -> Build:
                 hints = dict(self.environment.hints)
                 asked = [p.id for p in problems]
                 made.passes.append(Pass(round(self.temperature, 6), attempts, asked, hints, self.forced_calls))
-                collector = Collector(self.environment, limits, token_speakers(policy, chat))
+                collector = Collector(self.environment, AgentLoop(limits, token_speakers(policy, chat)))
                 return await collector.collect(problems, attempts, keys, on_rollout)
 
         chosen = {"rft_attempts": 16, "rft_pass": 1000, "rft_until": 1.0} | settings

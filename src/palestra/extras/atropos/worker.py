@@ -16,7 +16,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, SettingError
 from palestra.envs.base import Environment
 from palestra.extras.atropos.protocol import ApiUnreachable, WireClient, write_group
-from palestra.rollout.evaluate import GroupCollector
+from palestra.rollout.collect import GroupCollector
 from palestra.train.group_source import ProblemSource, gather
 from palestra.train.watcher import Watcher
 

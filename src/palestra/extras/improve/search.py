@@ -2,9 +2,9 @@
 
 Agrawal et al., "GEPA: Reflective Prompt Evolution Can Outperform Reinforcement Learning" (arXiv 2507.19457).
 
-The package `gepa` (0.1.4) is not used: it exceeds its budget by up to a minibatch and a round of Pareto cases, merges in
-the order of a set of strings (another result in each process), fails at a merge if the first candidate scores 0 on all
-cases, asks again after the reflector's budget is spent, and has no value for an attempt without a verdict.
+The package `gepa` (0.1.4) is not used. It exceeds its budget by up to a minibatch and a round of Pareto cases, merges
+in the order of a set of strings (another result in each process), fails at a merge if the first candidate scores 0 on
+all cases, asks again after the reflector's budget is spent, and has no value for an attempt without a verdict.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import combinations
 from statistics import fmean
 
 from palestra.agents.texts import Texts
-from palestra.core.endpoints import BudgetSpent
+from palestra.core.chat_model import BudgetSpent
 from palestra.core.errors import SettingError
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from palestra.core.errors import ServiceError, text_of
 from palestra.core.ranks import Ranks
 from palestra.core.types import Group, Problem
-from palestra.rollout.collect import OnRollout
-from palestra.rollout.evaluate import GroupCollector, SupportsPrefetch
+from palestra.rollout.collect import GroupCollector, OnRollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class RankGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedCollector:
+class SharedCollector(GroupCollector):
     """Problem i is attempted by rank i modulo their number, with the seed that it has in one process.
 
     Here the ranks agree: where one was asked to stop, all raise KeyboardInterrupt; where one failed, all fail.
@@ -53,12 +52,10 @@ class SharedCollector:
         return [found[i % size].groups[i // size] for i in range(len(problems))]
 
     async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
-        if isinstance(self.inner, SupportsPrefetch):
-            await self.inner.prepare(problems[self.ranks.rank :: self.ranks.size], group_size)
+        await self.inner.prepare(problems[self.ranks.rank :: self.ranks.size], group_size)
 
     def abandon(self) -> None:
-        if isinstance(self.inner, SupportsPrefetch):
-            self.inner.abandon()
+        self.inner.abandon()
 
     def groups_at_once(self, group_size: int) -> int:
         return self.inner.groups_at_once(group_size)

@@ -23,8 +23,7 @@ from palestra.core.errors import ResourceError, ServiceError, UnsupportedError, 
 from palestra.core.types import Group, Problem
 from palestra.core.weights import Weights
 from palestra.policy.base import Policy, TokenSessions
-from palestra.rollout.collect import OnRollout
-from palestra.rollout.evaluate import GroupCollector
+from palestra.rollout.collect import GroupCollector, OnRollout, RemoteCollector
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,9 @@ class Member:
 
 
 class RolloutPool:
-    """Up to `size` actors. It starts with the first group, in the event loop that samples."""
+    """Up to `size` actors, by a recipe. It starts with the first group, in the event loop that samples."""
+
+    recipe: Recipe
 
     def __init__(self, cluster: Cluster, size: int, *, needs: str = "", timeout_s: float = 120.0) -> None:
         self.size = size
@@ -150,6 +151,9 @@ class RolloutPool:
         self._keepers: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[list[Group]] | None = None  # never has a result
 
+    def __len__(self) -> int:
+        return self.size
+
     @property
     def actors(self) -> int:
         return len(self._members)
@@ -161,7 +165,34 @@ class RolloutPool:
         for member in [m for m in self._members if m.actor in lost]:
             self._lose(member, "it did not take new weights")
 
-    async def sample(self, job: GroupJob, at_once: int) -> Group:
+    async def collect(
+        self, training: bool, problems: Sequence[Problem], group_size: int, seed_keys: Sequence[str], at_once: int,
+        on_rollout: OnRollout,
+    ) -> list[Group]:  # fmt: skip
+        """One group per problem, unless the cluster is lost before they are there."""
+
+        async def sampled(problem: Problem, key: str) -> Group:
+            group = await self._sample(GroupJob(problem, group_size, key, training), at_once)
+            for rollout in group.rollouts:
+                on_rollout(rollout)
+            return group
+
+        failed = self._start()
+        groups = asyncio.gather(*map(sampled, problems, seed_keys))
+        # mark as retrieved, in case it is not awaited
+        groups.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            await asyncio.wait({groups, failed}, return_when=asyncio.FIRST_COMPLETED)
+            return groups.result() if groups.done() else failed.result()
+        finally:
+            groups.cancel()
+
+    async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
+        """Actors open their episodes when they are asked for the groups."""
+
+    def abandon(self) -> None: ...
+
+    async def _sample(self, job: GroupJob, at_once: int) -> Group:
         """One group, by the actor with the least to do; an actor has at most `at_once` groups."""
         for _ in range(MAX_LOSSES):
             member = await self._least_busy(at_once)
@@ -204,20 +235,19 @@ class RolloutPool:
         assert self._first_joined is not None
         return self.actors >= self.size or time.monotonic() - self._first_joined > GATHER_S
 
-    def start(self, recipe: Recipe) -> asyncio.Future[list[Group]]:
-        """Launch the actors, once; what is returned has the reason where the cluster is lost."""
+    def _start(self) -> asyncio.Future[list[Group]]:
         if self._failed is None:
             self._failed = asyncio.get_running_loop().create_future()
-            self._keepers = [asyncio.create_task(self._keep(recipe)) for _ in range(self.size)]
+            self._keepers = [asyncio.create_task(self._keep()) for _ in range(self.size)]
             self._keepers.append(asyncio.create_task(self._watch()))
         return self._failed
 
-    async def _keep(self, recipe: Recipe) -> None:
+    async def _keep(self) -> None:
         """Keep one place in the pool filled."""
         while True:
             while not await self._cluster.answers():
                 await asyncio.sleep(CHECK_S)
-            actor = self._cluster.launch(recipe)
+            actor = self._cluster.launch(self.recipe)
             self._launched.append(actor)
             try:
                 await actor.place()
@@ -282,43 +312,6 @@ class RolloutPool:
         self._cluster.close()
 
 
-@dataclass(frozen=True, slots=True)
-class PoolCollector:
-    """Groups by a pool of actors, for training or for an evaluation; `groups_per_actor` is what each may have open."""
-
-    pool: RolloutPool
-    recipe: Recipe
-    training: bool
-    groups_per_actor: Callable[[int], int]
-
-    async def collect(
-        self,
-        problems: Sequence[Problem],
-        group_size: int,
-        seed_keys: Sequence[str],
-        on_rollout: OnRollout = lambda r: None,
-    ) -> list[Group]:
-        at_once, failed = self.groups_per_actor(group_size), self.pool.start(self.recipe)
-
-        async def sampled(problem: Problem, key: str) -> Group:
-            group = await self.pool.sample(GroupJob(problem, group_size, key, self.training), at_once)
-            for rollout in group.rollouts:
-                on_rollout(rollout)
-            return group
-
-        groups = asyncio.gather(*(sampled(problem, key) for problem, key in zip(problems, seed_keys, strict=True)))
-        # mark as retrieved, in case it is not awaited
-        groups.add_done_callback(lambda done: done.cancelled() or done.exception())
-        try:
-            await asyncio.wait({groups, failed}, return_when=asyncio.FIRST_COMPLETED)
-            return groups.result() if groups.done() else failed.result()
-        finally:
-            groups.cancel()
-
-    def groups_at_once(self, group_size: int) -> int:
-        return self.groups_per_actor(group_size) * self.pool.size
-
-
 class PoolPolicy(TokenSessions):
     """The policy of a run that samples with a pool: it hands out weights. Actors sample whole groups with their own.
 
@@ -345,9 +338,10 @@ class PoolPolicy(TokenSessions):
             self._server.update(weights)
             self.pool.update(PackedWeights(weights.version, None, getattr(self._server, "served_model", None)))
 
-    def group_collector(self, config: Any, task: Any, training: bool, groups_at_once: Any) -> PoolCollector:
+    def group_collector(self, config: Any, task: Any, training: bool, groups_at_once: Any) -> RemoteCollector:
         assert self._recipe is not None
-        return PoolCollector(self.pool, self._recipe(config, task), training, groups_at_once)
+        self.pool.recipe = self._recipe(config, task)
+        return RemoteCollector(self.pool, training, groups_at_once)
 
     def release(self) -> None:
         self.pool.close()

@@ -10,15 +10,12 @@ import asyncio
 import itertools
 import logging
 import os
-import pickle
 import re
 import signal
 import socket
-import subprocess
 import sys
 import traceback
-from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,12 +23,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from palestra.core import children
 from palestra.core.channel import Channel, Handlers, LogToChannel
-from palestra.core.errors import PalestraError, RolloutError, StateError, text_of
+from palestra.core.errors import PalestraError, RolloutError, StateError
 from palestra.core.machine import interpreter_for_many_rollouts, processors
 from palestra.core.secrets import clean_environment, hide_memory
 from palestra.core.types import Problem, Rollout, SamplingParams
-from palestra.policy.base import TokenLogprobs
 from palestra.policy.channel import ChannelPolicy, PolicyServer
+from palestra.policy.workers import WorkerProcess
 from palestra.servers.forwarding import ForwardedAgent
 from palestra.servers.gateway.app import OpenAttempts, gateway_app
 from palestra.servers.gateway.attempt import Attempt, AttemptCounts
@@ -43,7 +40,6 @@ _MAX_WORKERS = 8
 _MIN_PROCESSORS = 4
 _BACKLOG = 512
 _MAX_LOGGED = 1000  # messages that are remembered
-_EXIT_S = 1.0  # between the end of the connection and the exit status
 _ATTEMPT = re.compile("/attempt/([^/]+)")
 _QUIET = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TOKENIZERS_PARALLELISM": "false"}  # it says that torch is missing
 
@@ -54,10 +50,6 @@ def default_workers() -> int:
     """The number of workers that leaves half of the processors to the trainer and the agents; 0 on a small machine."""
     count = processors()
     return 0 if count < _MIN_PROCESSORS else min(_MAX_WORKERS, count // 2 - 1)
-
-
-class WorkerLost(RolloutError):
-    """The worker process of an attempt has ended."""
 
 
 class WorkerAttempt(ForwardedAgent):
@@ -88,11 +80,14 @@ class WorkerAttempt(ForwardedAgent):
         return (await asyncio.shield(self._finished))[0]
 
     async def _finish(self) -> tuple[Rollout, AttemptCounts]:
+        assert self._worker.channel is not None
         try:
             finished: tuple[Rollout, AttemptCounts]
-            finished = await self._worker.call("finish", self.id, returns=tuple[Rollout, AttemptCounts])
-        except WorkerLost as lost:
-            return Rollout(self.problem.id, (), (), "failed", error=str(lost)), AttemptCounts(0, 0, 0, 0, 0, 0, 0)
+            finished = await self._worker.channel.call("finish", self.id, returns=tuple[Rollout, AttemptCounts])[1]
+        except PalestraError as error:
+            if error is not self._worker.lost:
+                raise
+            return Rollout(self.problem.id, (), (), "failed", error=str(error)), AttemptCounts(0, 0, 0, 0, 0, 0, 0)
         return finished
 
 
@@ -118,113 +113,31 @@ class WorkerPrompts:
         self.worker.send("close_group", self.number)
 
 
-class CompleterServer(PolicyServer):
-    """In the trainer: the completer of one worker."""
-
-    def __init__(self, model: Completer) -> None:
-        super().__init__(model.policy)
-        self.broken: dict[str, Exception] = {}  # errors of the policy, by their texts
-        self._model = model
-        self._scoring: set[asyncio.Task[None]] = set()
-
-    @property
-    def handlers(self) -> Handlers:
-        own: Handlers = {"score": self._score, "request": self._request}
-        return {**super().handlers, **own, "ping": lambda call: self.channel.reply(call, None)}
-
-    def close(self) -> None:
-        for task in self._scoring:
-            task.cancel()
-        super().close()
-
-    def fail(self, call: int, error: Exception) -> None:
-        if not isinstance(error, PalestraError):
-            text = text_of(error)
-            self.broken[text], error = error, RuntimeError(text)
-        super().fail(call, error)
-
-    def _request(self, choices: int, params: SamplingParams) -> None:
-        self._model.on_request(choices, params)
-
-    def _score(self, call: int, token_ids: bytes, start: int, top: int, temperature: float) -> None:
-        ids = memoryview(token_ids).cast("i").tolist()
-
-        async def reply() -> None:
-            try:
-                self.channel.reply(call, await self._model.token_logprobs(ids, start, top, temperature))
-            except Exception as error:
-                self.fail(call, error)
-
-        task = asyncio.get_running_loop().create_task(reply())
-        self._scoring.add(task)
-        task.add_done_callback(self._scoring.discard)
-
-
-class GatewayWorker:
-    """A worker process, its port, and the sessions that it has opened."""
+class GatewayWorker(WorkerProcess):
+    """A worker process, and its port."""
 
     def __init__(self, host: str) -> None:
         self.groups = 0  # open ones
-        self.lost: WorkerLost | None = None
         listener = open_port(host, 0, None)
         listener.listen(_BACKLOG)  # requests wait until the process answers them
         self.url = url_of(listener)
-        self._socket, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         with listener, theirs:
-            socket.send_fds(self._socket, [b"\0"], [listener.fileno()])
+            socket.send_fds(ours, [b"\0"], [listener.fileno()])
             command = [sys.executable, "-P", "-m", "palestra.servers.gateway.workers"]
             environment = {**clean_environment(), **_QUIET}
-            self.process = children.start(command, env=environment, stdin=theirs.fileno(), stdout=2, stderr=2)
-        self._server: CompleterServer | None = None
-        self._channel: Channel | None = None
-
-    def connect(self, model: Completer, settings: dict[str, Any], log_once: Callable[[str, int, str], None]) -> None:
-        """Serve the policy to the process from now on, in the running event loop."""
-        self._server = CompleterServer(model)
-        handlers = {**self._server.handlers, "log": log_once}
-        self._channel = self._server.channel = Channel(self._socket, handlers, self._ended)
-        self.send("start", settings)
+            super().__init__(children.start(command, env=environment, stdin=theirs.fileno(), stdout=2, stderr=2), ours)
 
     def send(self, kind: str, *values: Any) -> None:
-        if self.lost is None:
-            assert self._channel is not None, "the gateway was not started"
-            self._channel.send(kind, *values)
+        assert self.channel is not None, "the gateway was not started"
+        self.channel.send(kind, *values)
 
-    async def call(self, kind: str, *values: Any, returns: Any) -> Any:
-        if self.lost is not None:
-            raise self.lost
-        assert self._channel is not None, "the gateway was not started"
-        assert self._server is not None
-        try:
-            return await self._channel.call(kind, *values, returns=returns)[1]
-        except PalestraError:
-            raise
-        except Exception as error:  # the policy's own, where its text came back from the worker
-            raise self._server.broken.get(str(error), error) from None
-
-    def close(self) -> None:
-        """Kill the process; it has nothing to save."""
-        if self._channel is not None and self._server is not None and self.lost is None:
-            self._channel.close()
-            self._server.close()
-        self._socket.close()
-        children.end(self.process)
-
-    def _ended(self) -> None:
-        """Fail the attempts of a process that has ended by itself."""
-        assert self._channel is not None
-        assert self._server is not None
-        try:
-            status = self.process.wait(_EXIT_S)
-            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-        except subprocess.TimeoutExpired:
-            how = "closed its connection"
-        children.end(self.process)
-        who = f"the gateway worker of this attempt (process {self.process.pid}) {how}; its other attempts failed, too"
-        self.lost = WorkerLost(f"{who}. Look for its last words in the log, or set agent.gateway_workers to 0")
+    def explain(self, status: int | None) -> PalestraError:
+        how = "closed its connection" if status is None else f"ended with exit code {status}"
+        how = f"was ended by {signal.Signals(-status).name}" if status is not None and status < 0 else how
         log.error("a gateway worker (process %d) %s; its open attempts fail", self.process.pid, how)
-        self._channel.close(self.lost)
-        self._server.close()
+        who = f"the gateway worker of this attempt (process {self.process.pid}) {how}; its other attempts failed, too"
+        return RolloutError(f"{who}. Look for its last words in the log, or set agent.gateway_workers to 0")
 
 
 class GatewayWorkers:
@@ -243,7 +156,7 @@ class GatewayWorkers:
         if not self._workers:
             return
         settings = {
-            "tokenizer": pickle.dumps(model.tokenizer),  # as bytes: only the trainer writes to the worker
+            "tokenizer": _described(model.tokenizer),
             "name": model.name,
             "context_tokens": model.context_tokens,
             "vocabulary": model.vocabulary,
@@ -252,8 +165,14 @@ class GatewayWorkers:
             "watches_requests": model.on_request is not ignore_request,
             "unexpected_calls": model.unexpected_calls,
         }
+
+        def asked(choices: int, params: SamplingParams) -> None:
+            model.on_request(choices, params)
+
         for worker in self._workers:
-            worker.connect(model, settings, self._log_once)
+            server = PolicyServer(model.policy, scorer=model.token_logprobs)
+            worker.connect(server, {"log": self._log_once, "request": asked})
+            worker.send("start", settings)
 
     def prompts(self, siblings: int) -> WorkerPrompts | None:
         """The prompts of a new group, in the worker with the fewest groups; None if all workers have ended."""
@@ -263,7 +182,8 @@ class GatewayWorkers:
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.close()
+            worker.disconnect()
+            worker.end()
 
     def _log_once(self, logger: str, level: int, text: str) -> None:
         """Log a message of a worker, unless another one has sent the same."""
@@ -273,28 +193,33 @@ class GatewayWorkers:
             logging.getLogger(logger).log(level, "%s", text)
 
 
+def _described(tokenizer: Any) -> dict[str, Any]:
+    """The arguments by which a worker makes this tokenizer again."""
+    options = {name: getattr(tokenizer, name) for name in ("chat_template", "clean_up_tokenization_spaces")}
+    schema = getattr(tokenizer, "response_schema", None)
+    return {"backend": tokenizer.backend_tokenizer.to_str(), "schema": schema} | options | tokenizer.special_tokens_map
+
+
 # In the worker process.
 
 
-class WorkerPolicy(ChannelPolicy):
-    """The trainer's policy and completer at the other end of the channel."""
+def _tokenizer(backend: str, schema: Any, **options: Any) -> Any:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
-    async def score(
-        self, token_ids: Sequence[int], start: int, *, top: int = 0, temperature: float = 1.0
-    ) -> AsyncIterator[TokenLogprobs]:
-        ids = array("i", token_ids).tobytes()
-        yield await self.channel.call("score", ids, start, top, temperature, returns=TokenLogprobs)[1]
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(backend), **options)
+    tokenizer.response_schema = schema
+    return tokenizer
 
 
 class Worker:
     """The attempts of one process, and the handlers of the trainer's messages."""
 
     def __init__(self, to_trainer: socket.socket) -> None:
-        self.policy = WorkerPolicy()
+        self.policy = ChannelPolicy()
         self._attempts = OpenAttempts[Attempt]()
         self._groups: dict[int, SharedPrompts] = {}
         self._model: Completer
-        self._tasks: set[asyncio.Task[None]] = set()
         handlers: Handlers = {
             "start": self._start,
             "group": lambda number, siblings: self._groups.update({number: SharedPrompts(self.policy, siblings)}),
@@ -323,7 +248,7 @@ class Worker:
             self.policy.can_branch = settings["can_branch"]
             score = self.policy.score if settings["has_scores"] else None
             size = settings["context_tokens"], score, settings["vocabulary"]
-            self._model = Completer(self.policy, pickle.loads(settings["tokenizer"]), settings["name"], *size)
+            self._model = Completer(self.policy, _tokenizer(**settings["tokenizer"]), settings["name"], *size)
             self._model.unexpected_calls = settings["unexpected_calls"]
             if settings["watches_requests"]:
                 self._model.on_request = partial(self.channel.send, "request")
@@ -337,18 +262,8 @@ class Worker:
         self._attempts.add(Attempt(Problem(problem_id, ""), self._model, "", sampling=sampling, **options))
 
     def _finish(self, call: int, attempt_id: str) -> None:
-        async def reply() -> None:
-            try:
-                attempt = self._attempts[attempt_id]
-                rollout = await attempt.finish()
-            except Exception as error:
-                self.channel.fail(call, error)
-            else:
-                self.channel.reply(call, rollout, attempt.counts)
-
-        task = asyncio.ensure_future(reply())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        attempt = self._attempts[attempt_id]
+        self.channel.answer(call, attempt.finish(), lambda rollout: (rollout, attempt.counts))
 
 
 async def main() -> None:

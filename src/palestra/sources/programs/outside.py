@@ -35,7 +35,7 @@ from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.gateway.workers import WorkerAttempt
 from palestra.servers.openai.completer import Completer
 from palestra.servers.web import refuse, while_connected
-from palestra.sources.programs.collector import case_of, hidden_columns
+from palestra.sources.programs.runner import case_of, hidden_columns
 
 TAKE_WAIT_S = 20.0  # how long a request for a case is held until there is one
 MAX_BODY = 4 * MIB

@@ -18,13 +18,14 @@ from palestra.envs.sandbox.program import ProgramSandbox, check_sandbox
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.models.loading import LoadedModel
 from palestra.policy.local import LocalPolicy
+from palestra.rollout.collect import Collector
 from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import RewardFunction
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.gateway.workers import default_workers
 from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.inference import completer_of, load_completer
-from palestra.sources.programs.collector import CHECKPOINT, START, ProgramCollector, Roles, hidden_columns
+from palestra.sources.programs.runner import CHECKPOINT, START, ProgramRunner, Roles, hidden_columns
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import ProblemSource
 from palestra.train.limits import attempt_limits
@@ -66,25 +67,25 @@ class ProgramTask:
         if self.gateway is not None:
             runner.run(self.gateway.close())
 
-    def _collector(self, parts: Parts, *, training: bool) -> ProgramCollector:
+    def _collector(self, parts: Parts, *, training: bool) -> Collector:
         agent, gateway = parts.config.agent, self._gateway(parts)
         sandbox = None
         if gateway.socket_path and isinstance(self.program, CommandAgent):
             run = [] if parts.checkpoints is None else [parts.checkpoints.parent.parent, parts.checkpoints.parent]
             sandbox = ProgramSandbox(gateway.port, gateway.socket_path, [*self.program.answer_files, *run]).command
-        return ProgramCollector(
+        runner = ProgramRunner(
             self.environment,
             self.program,
             gateway,
             attempt_limits(parts.config, training=training).sampling,
             ProgramLimits(agent.timeout_s, agent.max_output_bytes, sandbox),
-            agent.max_at_once,
             asyncio.Semaphore(agent.max_at_once),
-            rewards_of(self.environment, self.reward_functions, parts),
             hidden_columns([*self.environment.problems("train"), *self.environment.problems("held_out")]),
             self._roles(parts),
-            LocalModels(parts.policy, parts.chat),
         )
+        rewards = rewards_of(self.environment, self.reward_functions, parts)
+        host = LocalModels(parts.policy, parts.chat)
+        return Collector(self.environment, runner, rewards, agent.max_at_once, host)
 
     def _roles(self, parts: Parts) -> Roles:
         """One for training and evaluation, so that frozen models are loaded once."""

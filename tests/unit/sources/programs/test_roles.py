@@ -19,7 +19,7 @@ from palestra.core.files import read_jsonl
 from palestra.core.types import Group
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.servers.openai.inference import load_completer
-from palestra.sources.programs.collector import Roles
+from palestra.sources.programs.runner import Roles
 from palestra.train.batch import group_advantages, to_batch
 from palestra.train.credit import with_role_advantages
 

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
-from palestra.core.chat_model import ModelHost, hosting, logging_calls
 from palestra.core.errors import PalestraError, RolloutError, text_of
 from palestra.core.messages import to_dict
 from palestra.core.types import Group, Lineage, Message, Problem, ProgramResult, Rollout, SamplingParams, Score
+from palestra.envs.base import Episode
+from palestra.envs.opening import Opener
 from palestra.envs.suite_env import SuiteEnvironment, SuiteEpisode
 from palestra.rollout.agent_loop import wrap_user_error
-from palestra.rollout.collect import OnRollout, all_groups, scored_together, with_call_metrics
-from palestra.rollout.local_models import LocalModels
-from palestra.rollout.rewards import MAIN_ROLE, RewardFunctions, role_score
+from palestra.rollout.collect import Runner, Started
+from palestra.rollout.rewards import MAIN_ROLE, role_score
 from palestra.servers.forwarding import ForwardedAgent
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.gateway import Gateway
@@ -68,21 +67,14 @@ class Roles:
             elif model not in self._frozen:
                 self._frozen[model] = self.load(model)
 
-    @contextmanager
-    def of_group(self, gateway: Gateway, siblings: int) -> Iterator[GroupModels]:
+    def of_group(self, gateway: Gateway, siblings: int) -> GroupModels:
         """The models of a group's agents (by an empty label: the gateway's own), and the prompts they share."""
-        self.load_models()
-        with ExitStack() as stack:
-            own = gateway.shared_prompts(siblings)
-            stack.callback(own.close)
-            models: GroupModels = {"": (own, None)}
-            for label, model in self.models.items():
-                frozen = self._frozen.get(model)
-                prompts = own if frozen is None else SharedPrompts(frozen.policy, siblings)
-                models[label] = prompts, frozen
-                if frozen is not None:
-                    stack.callback(prompts.close)
-            yield models
+        own = gateway.shared_prompts(siblings)
+        models: GroupModels = {"": (own, None)}
+        for label, model in self.models.items():
+            frozen = self._frozen.get(model)
+            models[label] = own if frozen is None else SharedPrompts(frozen.policy, siblings), frozen
+        return models
 
     def open(
         self, gateway: Gateway, problem: Problem, seed_key: str, sampling: SamplingParams, models: GroupModels
@@ -172,71 +164,50 @@ POSTED = "reward"  # the score that an external agent posts for itself
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramCollector:
-    """Collects groups of scored attempts, `max_at_once` at a time. Failures are recorded on the rollout."""
+class ProgramRunner(Runner):
+    """Attempts by a program, each at an endpoint of its own; `slots` limit how many run. The same seed key gives the
+    same turns to a program that asks the same."""
 
     environment: SuiteEnvironment
     program: ProgramAgent
     gateway: Gateway
     sampling: SamplingParams
     limits: ProgramLimits
-    max_at_once: int
     slots: asyncio.Semaphore
-    rewards: RewardFunctions = field(default_factory=RewardFunctions)
     hidden: frozenset[str] = frozenset({"expect"})  # columns of a case that the agent does not see
     roles: Roles = field(default_factory=Roles)
-    host: ModelHost = field(default_factory=LocalModels)  # of judges that are models of this process
+    runs_programs = True
 
-    def groups_at_once(self, group_size: int) -> int:
-        """Maximum number of groups in flight."""
-        return max(1, self.max_at_once // group_size)
+    async def open(self, opener: Opener, problem: Problem, count: int) -> list[Episode]:
+        """Stand-ins: what measures look at is opened when the program has ended."""
+        return [SuiteEpisode(problem, (), (), ())] * count
 
-    async def collect(
-        self,
-        problems: Sequence[Problem],
-        group_size: int,
-        seed_keys: Sequence[str],
-        on_rollout: OnRollout = lambda r: None,
-    ) -> list[Group]:
-        """One group for each problem. The same seed key gives the same turns to an agent that asks the same."""
+    async def begin(self, groups: Sequence[Started]) -> None:
         await self.gateway.start()
-        with hosting(self.host):
-            tasks = [
-                asyncio.create_task(self._group(problem, group_size, key, on_rollout))
-                for problem, key in zip(problems, seed_keys, strict=True)
-            ]
-        try:
-            return await all_groups(tasks, self.rewards)
-        finally:
-            await asyncio.gather(*tasks, return_exceptions=True)  # no process outlives the step
+        self.roles.load_models()
 
-    async def _group(self, problem: Problem, group_size: int, key: str, on_rollout: OnRollout) -> Group:
-        with self.roles.of_group(self.gateway, group_size) as models, logging_calls() as calls:
-            tasks = [
-                asyncio.create_task(self._one(problem, f"{key}/{i}", models, on_rollout)) for i in range(group_size)
-            ]
-            try:
-                done = await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-            episodes = [episode or SuiteEpisode(problem, (), (), ()) for _, episode, _ in done]
-            rollouts = await scored_together(self.environment, episodes, [rollout for rollout, _, _ in done])
-            group = await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
-        group = with_call_metrics(group, calls)
-        metrics: dict[str, Any] = {}
-        for name, key in _COUNTS.items():  # of the agents that are trained, averaged over the attempts
-            counts = [sum(getattr(a.counts, name) for a in agents.recorded) for _, _, agents in done]
-            metrics[f"agent/{key}"] = fmean(counts)
-        roles = role_metrics(group, self.environment.reward_weights)
-        return replace(group, metrics={**group.metrics, **metrics, **roles})
+    def start(self, group: Started) -> None:
+        """Its state: the models of the agents' labels, and the agents of its attempts."""
+        group.state = self.roles.of_group(self.gateway, len(group.episodes)), []
 
-    async def _one(
-        self, problem: Problem, seed_key: str, models: GroupModels, on_rollout: OnRollout
-    ) -> tuple[Rollout, SuiteEpisode | None, Agents]:
+    def close(self, group: Started) -> None:
+        for prompts in dict.fromkeys(prompts for prompts, _ in group.state[0].values()):
+            prompts.close()
+
+    def metrics(self, started: Started, group: Group) -> dict[str, Any]:
+        """Statistics of the agents that are trained, averaged over the attempts, and the rewards of roles."""
+        found = {}
+        for name, key in _COUNTS.items():
+            counts = [sum(getattr(a.counts, name) for a in agents.recorded) for agents in started.state[1]]
+            found[f"agent/{key}"] = fmean(counts)
+        return found | role_metrics(group, self.environment.reward_weights)
+
+    async def attempt(self, group: Started, i: int, seed_key: str) -> Rollout:
+        problem = group.problem
         async with self.slots:
+            models, others = group.state
             agents = self.roles.open(self.gateway, problem, seed_key, self.sampling, models)
+            others.append(agents)
             result, error = ProgramResult(), None
             try:
                 result = await self.program.run(case_of(problem, self.hidden), agents.endpoint, self.limits)
@@ -250,23 +221,11 @@ class ProgramCollector:
         error = rollout.error or error  # the gateway's is the cause of the program's
         if error is None and not rollout.turns:
             error = result.explain_silence()
-        rollout = replace(rollout, error=error, info={**rollout.info, **result.record()})
-        rollout, episode = await self._scored(problem, rollout, result, conversations)
-        on_rollout(rollout)
-        return rollout, episode, agents
-
-    async def _scored(
-        self, problem: Problem, rollout: Rollout, result: ProgramResult, conversations: Mapping[str, Sequence[Message]]
-    ) -> tuple[Rollout, SuiteEpisode | None]:
-        """Add the scores of the measures and the posted reward. Errors are recorded."""
-
-        async def open_episode() -> SuiteEpisode:
-            return self.environment.open(problem)
-
-        episode, scores, error = None, dict[str, Score](), rollout.error
+        rollout, scores = replace(rollout, info={**rollout.info, **result.record()}), dict[str, Score]()
         try:
-            episode = await wrap_user_error("opening an episode", open_episode())
+            episode = await wrap_user_error("opening an episode", self._open(problem))
             episode = replace(episode, program=result, agents=conversations, roles=self.roles.labels)
+            group.episodes[i] = episode
             if error is None:
                 scores = dict(await wrap_user_error("scoring", episode.score(rollout.messages, rollout.tool_results)))
                 if result.reward is not None:
@@ -276,7 +235,10 @@ class ProgramCollector:
                     error = "the agent posted no reward, and there is no measure"
         except PalestraError as failure:
             error = error or str(failure)
-        return replace(rollout, scores=scores, error=error, stop="failed" if error else rollout.stop), episode
+        return replace(rollout, scores=scores, error=error, stop="failed" if error else rollout.stop)
+
+    async def _open(self, problem: Problem) -> SuiteEpisode:
+        return self.environment.open(problem)
 
 
 def case_of(problem: Problem, hidden: Container[str] = ("expect",)) -> dict[str, Any]:

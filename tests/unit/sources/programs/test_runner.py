@@ -19,8 +19,8 @@ from palestra.core.types import Message, Problem, ToolCall
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.rollout.rewards import RewardFunctions
 from palestra.servers.gateway.workers import GatewayWorkers
-from palestra.sources.programs.collector import case_of, hidden_columns
 from palestra.sources.programs.outside import OutsideAgent
+from palestra.sources.programs.runner import case_of, hidden_columns
 from palestra.train.tasks import agent_collector
 
 CONFIG = RunConfig.build({"rollout.temperature": 1.0, "rollout.max_new_tokens": 120, "rollout.group_size": 2})
