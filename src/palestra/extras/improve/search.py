@@ -2,9 +2,10 @@
 
 Agrawal et al., "GEPA: Reflective Prompt Evolution Can Outperform Reinforcement Learning" (arXiv 2507.19457).
 
-The package `gepa` (0.1.4) is not used: it exceeds its budget by up to a minibatch and a round of Pareto cases, merges in
-the order of a set of strings (another result in each process), fails at a merge if the first candidate scores 0 on all
-cases, asks again after the reflector's budget is spent, and has no value for an attempt without a verdict.
+The package `gepa` (0.1.4) is not used. It exceeds its budget by up to two minibatches and a round of Pareto cases. Its
+merges depend on the order of a set of strings, which differs between processes. It fails at a merge if the common
+ancestor scores 0 on all cases. It goes on asking a reflector whose budget is spent, and has no value for an attempt
+without a verdict.
 """
 
 from __future__ import annotations
