@@ -13,7 +13,7 @@ from palestra.core.types import Finish, Message, Problem, Rollout, SamplingParam
 from palestra.envs.discover import discover
 from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
-from palestra.extras.environments.reasoning_gym_tasks import WRONG_SCORERS, task_names
+from palestra.extras.environments.reasoning_gym import WRONG_SCORERS, task_names
 from palestra.extras.environments.treasure import way
 from palestra.rollout.agent_loop import AttemptLimits, endpoint_speakers
 from palestra.rollout.collect import AgentLoop, Collector

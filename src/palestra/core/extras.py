@@ -92,7 +92,7 @@ PROVIDES = {
     "--to html": "dashboard.export_page:page_of_run",
     "traces of other programs": "record.trace_formats:to_chat",
     "environments of other libraries": "adapters.by_name:BY_NAME",
-    "reasoning-gym": "environments.reasoning_gym_tasks:task_names",
+    "reasoning-gym": "environments.reasoning_gym:task_names",
     "runs over the wire": "atropos.runs",
     "arguments of TRL": "trl.arguments:read_arguments",
     "improve()": "improve.improve:improve",

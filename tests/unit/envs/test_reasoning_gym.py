@@ -7,7 +7,7 @@ import pytest
 
 from palestra.core.errors import SettingError, UnsupportedError
 from palestra.envs.load import load_env
-from palestra.extras.environments.reasoning_gym_tasks import scorer
+from palestra.extras.environments.reasoning_gym import scorer
 
 pytest.importorskip("reasoning_gym")
 

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -337,12 +337,8 @@ def _replace_literal(source: str, old: str, new: str) -> str | None:
 
 
 def _literal(value: str, triple: bool) -> str:
-    if "\n" not in value and not triple:
-        return json.dumps(value, ensure_ascii=False)
     literal = '"""' + value.replace("\\", "\\\\") + '"""'
-    try:
-        if ast.literal_eval(literal) == value:
+    with suppress(SyntaxError):
+        if ("\n" in value or triple) and ast.literal_eval(literal) == value:
             return literal
-    except SyntaxError:
-        pass
-    return json.dumps(value, ensure_ascii=False)  # it has quotes of its own
+    return json.dumps(value, ensure_ascii=False)  # it is one line, or has quotes of its own
