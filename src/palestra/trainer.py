@@ -30,7 +30,7 @@ from palestra.evals.suite import EvalSuite, hold_out
 from palestra.models.names import hidden_progress_bars, is_local
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.rewards import RewardFunctionList, TrainerState, as_list
-from palestra.runs.foreground import listed_early
+from palestra.runs.index import listed_early
 from palestra.train.watcher import Watcher
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from palestra.policy.openai import OpenAISettings
 from palestra.policy.remote import RemotePolicy
 from palestra.rollout.collect import Collector
 from palestra.run import Finished, Watching, open_env
-from palestra.runs.foreground import listed_early
+from palestra.runs.index import listed_early
 from palestra.runs.request import RunRequest, absolute_name
 from palestra.train.watcher import Watcher
 
