@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import SettingError
-from palestra.core.event_loop import outside_event_loop
 from palestra.core.run_folder import Resume, RunFolder
+from palestra.core.time_limit import outside_event_loop
 from palestra.envs.load import env_class, find_env, load_env
 from palestra.envs.running import RunningEnv
 from palestra.extras.atropos import WIRE_DEFAULTS
