@@ -102,7 +102,13 @@ def curve(points: Sequence[Point], *, percent: bool, markers: Sequence[Marker] =
         parts.append(f'<polygon class="area" points="{first:.1f},{floor} {line} {last:.1f},{floor}"/>')
         parts.append(f'<polyline class="line raw" points="{_path(frame, points)}"/>')
         parts.append(f'<polyline class="line smooth" points="{line}"/>')
-    parts += [_marker(frame, marker) for marker in markers]
+    for marker in markers:
+        x, low, high = frame.x(marker.x), frame.y(marker.low), frame.y(marker.high)
+        stem = f"M{x - 4:.1f} {low:.1f}h8M{x:.1f} {low:.1f}V{high:.1f}M{x - 4:.1f} {high:.1f}h8"
+        parts.append(
+            f'<g class="marker"><title>{escape(marker.label)}</title><path class="stem" d="{stem}"/>'
+            f'<circle class="dot" cx="{x:.1f}" cy="{frame.y(marker.value):.1f}" r="5"/></g>'
+        )
     return _svg(frame.width, frame.height, title, parts)
 
 
@@ -167,16 +173,6 @@ def _grid(frame: Frame, percent: bool) -> str:
 
 def _path(frame: Frame, points: Sequence[Point]) -> str:
     return " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
-
-
-def _marker(frame: Frame, marker: Marker) -> str:
-    x, y = frame.x(marker.x), frame.y(marker.value)
-    low, high = frame.y(marker.low), frame.y(marker.high)
-    return (
-        f'<g class="marker"><title>{escape(marker.label)}</title>'
-        f'<path class="stem" d="M{x - 4:.1f} {low:.1f}h8M{x:.1f} {low:.1f}V{high:.1f}M{x - 4:.1f} {high:.1f}h8"/>'
-        f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="5"/></g>'
-    )
 
 
 def _value_range(values: Sequence[float]) -> tuple[float, float]:
