@@ -119,8 +119,9 @@ class ProgramTask:
                 if not isinstance(program, CommandAgent):
                     raise SettingError("agent.sandbox is for commands (--agent-cmd, command_agent); leave it out")
                 if (reason := why_not()) is not None:
-                    text = f"agent.sandbox needs namespaces, which do not work here: {reason}; leave it out"
-                    raise UnsupportedError(text)
+                    raise UnsupportedError(
+                        f"agent.sandbox needs namespaces, which do not work here: {reason}; leave it out"
+                    )
             address: dict[str, Any] = {"host": program.host, "port": program.port, "token": program.token}
             if isinstance(program, CommandAgent) and program.containers is not None:
                 parts.config.refuse(["agent.sandbox"], "each attempt is a container")
