@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import SettingError, explain_arguments
-from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import refuse_in_import
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.run_folder import Resume, RunFolder
+from palestra.core.time_limit import outside_event_loop
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.report import EvalReport
 from palestra.evals.suite import EvalSuite, require_suite

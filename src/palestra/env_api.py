@@ -12,8 +12,8 @@ from typing import Any
 
 from palestra.agents.agent import Agent
 from palestra.core.config import RunConfig
-from palestra.core.event_loop import outside_event_loop
 from palestra.core.run_folder import Resume
+from palestra.core.time_limit import outside_event_loop
 from palestra.envs.base import Environment, Split
 from palestra.envs.opening import tools_of
 from palestra.envs.running import RunningEnv

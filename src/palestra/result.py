@@ -141,7 +141,7 @@ class GRPOTrainingResult:
         `tools` are functions, or schemas of the agent's own tools, as `result.tools` has them; default all of these.
         `context` is the state that tools with a Context parameter work on.
         """
-        from palestra.core.event_loop import outside_event_loop
+        from palestra.core.time_limit import outside_event_loop
         from palestra.models.chat.template import ChatFormat
         from palestra.models.chat.toolcalls import strip_reasoning
         from palestra.rollout.agent_loop import AttemptLimits

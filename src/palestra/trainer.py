@@ -16,21 +16,20 @@ from palestra.agents.openai_agents import as_agent
 from palestra.agents.programs import ProgramAgent
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFoundError, SettingError, needs_extra, refuse_arguments
-from palestra.core.event_loop import outside_event_loop
 from palestra.core.extras import provided
 from palestra.core.files import refuse_in_import
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.ranks import join
 from palestra.core.run_folder import Resume, RunFolder
+from palestra.core.time_limit import outside_event_loop
 from palestra.envs.base import Environment
-from palestra.envs.factory import FactoryEnv, owns_reward
 from palestra.envs.running import RunningEnv
-from palestra.envs.suite_env import SuiteEnvironment
+from palestra.envs.suite_env import FactoryEnv, SuiteEnvironment, owns_reward
 from palestra.evals.suite import EvalSuite, hold_out
 from palestra.models.names import hidden_progress_bars, is_local
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.rewards import RewardFunctionList, TrainerState, as_list
-from palestra.runs.foreground import listed_early
+from palestra.runs.index import listed_early
 from palestra.train.watcher import Watcher
 
 if TYPE_CHECKING:

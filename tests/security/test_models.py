@@ -13,13 +13,13 @@ from palestra.core.errors import NotFoundError, UnreadableFileError, UserCodeErr
 from palestra.core.time_limit import TimeLimitError, time_limit
 from palestra.extras.gguf.config import config_from_gguf
 from palestra.extras.gguf.file import open_gguf
-from palestra.models import adapters
+from palestra.models import loading
 from palestra.models.chat import encode
 from palestra.models.chat.encode import TemplateRefusal, render
 from palestra.models.chat.prompts import prepare
 from palestra.models.loading import load_config, load_model, load_tokenizer
 
-TINY = Path(adapters.__file__).parent / "tiny"
+TINY = Path(loading.__file__).parent / "tiny"
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from palestra.core.types import Problem
-from palestra.envs.problems import as_problem
+from palestra.envs.env import as_problem
 from palestra.extras.environments.python_code import PythonCode
 
 RESULTS_OF_THE_SOLUTION = {

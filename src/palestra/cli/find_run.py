@@ -211,11 +211,16 @@ def is_own(folder: RunFolder) -> bool:
 
 def code_for_tools(record: Mapping[str, Any]) -> list[str]:
     """Code that gives a run its tools and problems: an environment or an agent file; none if it comes with Palestra."""
+    from palestra.envs.discover import FAMILY, LIBRARY, in_file, python_files
+
     environment = record.get("environment")
     if isinstance(environment, Mapping):
         settings = environment.get("settings") or {}
         name = str(environment.get("name"))
-        if _is_built_in(name) and isinstance(settings, Mapping) and "allow_unsandboxed" not in settings:
+        # an environment of Palestra's library, whatever files there are
+        library = (env.name for path in python_files(LIBRARY) for env in in_file(path))
+        is_built_in = name.startswith(f"{FAMILY}/") or name in library
+        if is_built_in and isinstance(settings, Mapping) and "allow_unsandboxed" not in settings:
             return []
         return [f"the environment {name} with the settings {dict(settings) if settings else 'of its file'}"]
     source = record.get("source")
@@ -228,10 +233,3 @@ def code_of_run(record: Mapping[str, Any]) -> list[str]:
     others = [f"{name}: {record[name]}" for name in ("agent_options", "scored_by", "atropos") if record.get(name)]
     config = "its config.yaml, which names addresses, folders and functions, and its checkpoints"
     return [*code_for_tools(record), *others, config]
-
-
-def _is_built_in(name: str) -> bool:
-    """Whether a name means an environment of Palestra's library, whatever files there are."""
-    from palestra.envs.discover import FAMILY, LIBRARY, in_file, python_files
-
-    return name.startswith(f"{FAMILY}/") or any(env.name == name for p in python_files(LIBRARY) for env in in_file(p))

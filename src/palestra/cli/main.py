@@ -20,7 +20,7 @@ GROUPS = {
         "train": ("train", "Train an agent and show that it got better."),
         "sft": ("train:sft", "Train a model on conversations."),
         "eval": ("eval", "Score an agent without training."),
-        "envs": ("envs", "List the available environments."),
+        "envs": ("env:envs", "List the available environments."),
         "env": ("env", "Run one environment: look at its rollouts, score a model on it."),
     },
     "Runs": {

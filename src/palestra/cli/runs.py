@@ -28,12 +28,12 @@ from palestra.cli.find_run import (
 from palestra.cli.settings import show as show_setting
 from palestra.cli.summary import print_findings, print_outcome, print_rows
 from palestra.core.errors import NotFoundError, PalestraError, SettingError, StateError
-from palestra.core.files import folder_size
+from palestra.core.files import cache_folder, folder_size
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.text import show_path, show_seconds, show_size, sparkline, visible
 from palestra.evals.findings import recorded_findings
 from palestra.evals.run_report.charts import curves_svg
-from palestra.runs.manager import RunManager, cache_garbage, run_garbage
+from palestra.runs.manager import DeletableFolder, RunManager, run_garbage
 from palestra.runs.reader import ComparedRun, Run, RunReader, differing_keys, results
 from palestra.runs.reader import compared as compared_run
 
@@ -381,7 +381,9 @@ def prune(runs: Sequence[str], keep_cache: bool, dry_run: bool, yes: bool, conso
     else:
         folders = [RunFolder(run.folder) for run in RunReader().list() if not run.is_active]
     garbage = [part for folder in folders for part in run_garbage(folder)]
-    garbage += [] if runs or keep_cache else cache_garbage()
+    # files that were converted to be loaded: they are converted again when they are needed
+    cached = [] if runs or keep_cache else sorted((cache_folder() / "gguf").glob("*"))
+    garbage += [DeletableFolder(path, "a converted GGUF file", folder_size(path)) for path in cached]
     total = sum(part.size for part in garbage)
     for part in garbage:
         console.out(f"{show_size(part.size):>8}  {show_path(Path(part.path))}  ({part.why})", highlight=False)

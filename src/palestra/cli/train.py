@@ -28,7 +28,7 @@ from palestra.core.extras import provided
 from palestra.core.ranks import RankVariables, is_first_rank
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.text import show_path
-from palestra.runs.foreground import refuse_busy
+from palestra.runs.index import refuse_busy
 from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.request import PALESTRA
 from palestra.train.interrupt import sigterm_as_ctrl_c

@@ -159,5 +159,4 @@ class GRPOTrainingConfig(BaseModel):
                 return max(1, -(-(problems or batch) // batch))
 
     def _trackers(self) -> list[str]:
-        names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)
-        return [n for n in names if n != "none"]
+        return [n for n in ([self.report_to] if isinstance(self.report_to, str) else self.report_to) if n != "none"]

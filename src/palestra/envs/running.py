@@ -19,8 +19,7 @@ from palestra.core.text import shorten
 from palestra.core.time_limit import time_limit
 from palestra.core.types import Message, Problem, Score, ToolResult
 from palestra.envs.base import Split
-from palestra.envs.env import Env, env_name, tool_methods
-from palestra.envs.problems import ProblemList, problem_list
+from palestra.envs.env import Env, ProblemList, env_name, problem_list, tool_methods
 from palestra.evals.measures import Measure, as_score
 from palestra.models.chat.toolcalls import strip_reasoning
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -19,11 +20,17 @@ from typing import Any
 
 import torch
 
-from palestra.core.errors import NotFoundError, PalestraError, SettingError, UnreadableFileError, UnsupportedError
+from palestra.core.errors import (
+    NotFoundError,
+    PalestraError,
+    SettingError,
+    UnreadableFileError,
+    UnsupportedError,
+    needs_extra,
+)
 from palestra.core.extras import provided
 from palestra.core.machine import SMALL_MODEL_PARAMETERS, processors
 from palestra.core.run_folder import RunFolder
-from palestra.models import adapters
 from palestra.models.chat.prompts import prepare
 from palestra.models.chat.template import ChatFormat
 from palestra.models.names import REMEDY, SMOLLM2, TINY, canonical_name, check_name, hub_unreachable, not_in_cache
@@ -73,12 +80,12 @@ def load_model(
     torch_device = device_named(device)
     torch_dtype = dtype_named(dtype, torch_device)
     folder = _folder_of(source)
-    if folder is not None and adapters.is_adapter(folder):
+    if folder is not None and is_adapter(folder):
         if quantization is not None:
             raise UnsupportedError(f"{name} is an adapter, which cannot be loaded in 4 bits; save it merged first")
-        base = load_model(adapters.base_of(folder), dtype="float32", device=device)
+        base = load_model(base_of(folder), dtype="float32", device=device)
         with _explain_errors(name):
-            model = adapters.merge(base.model, folder).to(torch_dtype)
+            model = merge_adapter(base.model, folder).to(torch_dtype)
         tokenizer = _read_tokenizer(name, folder, source) if _has_tokenizer(folder) else base.tokenizer
     else:
         tokenizer = _read_tokenizer(name, folder, source)
@@ -132,8 +139,8 @@ def load_config(name: str) -> Any:
     """The model's config alone; that of its base for an adapter."""
     source = canonical_name(name)
     folder = _folder_of(source)
-    if folder is not None and adapters.is_adapter(folder):
-        return load_config(adapters.base_of(folder))
+    if folder is not None and is_adapter(folder):
+        return load_config(base_of(folder))
     return _read(name, folder, source, partial(_pretrained, "AutoConfig"))
 
 
@@ -264,3 +271,96 @@ def _explain_errors(name: str) -> Iterator[None]:
         first_line = " ".join(lines)[:400] if lines[0].endswith(":") else lines[0]  # it announces those below it
         reason = first_line if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {first_line}"
         raise UnreadableFileError(f"the model {name!r} could not be loaded: {reason} {REMEDY}") from error
+
+
+RECORD = "palestra.json"  # what a run saves beside its model
+_FINGERPRINT_ROWS = 16
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
+def base_of(folder: Path) -> str:
+    """The name of the model that the adapter was trained on."""
+    base = _named_base(folder)
+    seen = [folder.resolve()]
+    while is_adapter(below := Path(_named_base(seen[-1])).expanduser().resolve()):
+        if below in seen:
+            raise UnreadableFileError(
+                f"{folder}/adapter_config.json leads back to itself as its base model; set its "
+                "base_model_name_or_path to the model that it was trained on"
+            )
+        seen.append(below)
+    lowest = _named_base(seen[-1])
+    if Path(lowest).is_absolute() and not Path(lowest).exists():
+        raise NotFoundError(
+            f"the adapter in {seen[-1]} needs its base model, and {lowest} is not there; bring it back, or set "
+            "base_model_name_or_path in its adapter_config.json to where it is now"
+        )
+    return base
+
+
+def _named_base(folder: Path) -> str:
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        base = None
+    if not base or not isinstance(base, str):
+        raise UnreadableFileError(f"{folder}/adapter_config.json names no base model; set its base_model_name_or_path")
+    return base
+
+
+def merge_adapter(base: Any, folder: Path) -> Any:
+    """The base model with the adapter's weights added in: an ordinary model, to run or to train further."""
+    with needs_extra(f"the LoRA adapter in {folder}", "lora"):
+        from peft import PeftModel
+    if mismatch := next(_mismatches(base, folder), None):
+        raise UnreadableFileError(
+            f"the adapter in {folder} was trained on another base than {base_of(folder)}: {mismatch}. Set "
+            "base_model_name_or_path in its adapter_config.json to the model that it was trained on."
+        )
+    try:
+        return PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UnreadableFileError(
+            f"the adapter in {folder} cannot be merged into {base_of(folder)}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _mismatches(base: Any, folder: Path) -> Iterator[str]:
+    """Where an adapter does not match the layers or the weights of the base."""
+    from safetensors import safe_open
+
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        raise UnreadableFileError(
+            f"{folder} has an adapter_config.json but no adapter_model.safetensors; copy it again"
+        )
+    layers = dict(base.named_modules())
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            layer_name, separator, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
+            if not separator:
+                continue
+            weight = getattr(layers.get(layer_name), "weight", None)
+            if weight is None:
+                yield f"it has no layer {layer_name}"
+            elif isinstance(layers[layer_name], torch.nn.Linear) and weight.dim() == 2:
+                width = file.get_slice(name).get_shape()[1]
+                height = file.get_slice(name.replace(".lora_A.", ".lora_B.")).get_shape()[0]
+                if (height, width) != tuple(weight.shape):
+                    yield f"its {layer_name} is {tuple(weight.shape)}, the adapter's is {(height, width)}"
+    record = folder / RECORD
+    recorded = json.loads(record.read_text()).get("base") if record.is_file() else None
+    if recorded and recorded["mark"] != fingerprint(base):
+        yield "its weights are different"
+
+
+def fingerprint(model: Any) -> str:
+    """A hash of some rows of the embedding, the same for every dtype that the weights are loaded in."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    embedding = base.get_input_embeddings()
+    weight = getattr(embedding, "original_module", embedding).weight
+    rows = weight[:: max(1, len(weight) // _FINGERPRINT_ROWS)].detach().to("cpu", torch.bfloat16).contiguous()
+    return hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()

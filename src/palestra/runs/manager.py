@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import StateError
-from palestra.core.files import cache_folder, folder_size, new_folder, open_private, remove_stale
+from palestra.core.files import folder_size, new_folder, open_private, remove_stale
 from palestra.core.run_folder import Resume, RunFolder, step_of
 from palestra.runs import limits
 from palestra.runs.index import ACTIVE, ENDED, Row, State, TooManyRuns, new_id, palestra_home
@@ -167,9 +167,3 @@ def run_garbage(run: RunFolder) -> Iterator[DeletableFolder]:
             yield DeletableFolder(path, "an older checkpoint", folder_size(path))
     for path in sorted(run.checkpoints.glob(".step-*")):
         yield DeletableFolder(path, "half written", folder_size(path))
-
-
-def cache_garbage() -> Iterator[DeletableFolder]:
-    """GGUF files that were converted to be loaded: they are converted again when they are needed."""
-    for path in sorted((cache_folder() / "gguf").glob("*")):
-        yield DeletableFolder(path, "a converted GGUF file", folder_size(path))

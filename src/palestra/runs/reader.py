@@ -110,10 +110,6 @@ class RunReader:
         """`limit` runs from the `offset`-th on, newest first, and how many there are."""
         return [read_run(row) for row in self._index.rows(limit, offset)], self._index.count()
 
-    def active_ids(self) -> Lines:
-        """The runs that are running or queued, newest first."""
-        return [row.run_id for row in self._index.rows() if row.state in ACTIVE]
-
     def logs(self, run_id: str, part: Part = "trainer", lines: int = 50) -> Lines:
         """The last lines of a process's log, with secrets redacted; empty if it has written nothing."""
         paths = self.get(run_id).logs

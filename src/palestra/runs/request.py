@@ -26,7 +26,7 @@ _PLACEHOLDERS = ("", "none", "x", "empty")  # values of an api_key that are no s
 _TRAINER_ONLY = {"WANDB_API_KEY", "TINKER_API_KEY"}
 LOCAL_ONLY = ("train.tokens_per_micro_batch",)  # locks of the local trainer, which a Tinker server does not read
 _HTTP_TIMEOUT_S = 2.0
-_READY_S = 3600.0  # a model may have to be downloaded first; a process that dies is noticed at once
+READY_S = 3600.0  # a model may have to be downloaded first; a process that dies is noticed at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,6 @@ class LaunchStep:
     part: str
     command: Callable[[], list[str]]
     is_ready: Callable[[], bool]
-    ready_within_s: float = _READY_S
 
 
 def launch_token(request: RunRequest, folder: RunFolder) -> str | None:

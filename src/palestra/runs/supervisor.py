@@ -28,6 +28,7 @@ from palestra.runs.limits import Places
 from palestra.runs.processes import Part, Process, descendants, end_all, processes_of_run, send, spawn, this_process
 from palestra.runs.reader import why_it_ended
 from palestra.runs.request import (
+    READY_S,
     LaunchStep,
     RunRequest,
     has_all_batches,
@@ -135,11 +136,11 @@ class Supervisor:
         for step in launch_steps(self._request, self._folder, self._claim_port, self._token):
             self._tick()  # raises if the run was stopped: then nothing more is started
             self._spawn(step)
-            until = time.monotonic() + step.ready_within_s
+            until = time.monotonic() + READY_S
             while not step.is_ready():
                 self._tick()
                 if time.monotonic() > until:
-                    raise ServiceError(f"{step.part} was not ready within {step.ready_within_s:.0f} s; see its log")
+                    raise ServiceError(f"{step.part} was not ready within {READY_S:.0f} s; see its log")
         self._move(["starting"], "running", started=time.time())
 
     def _claim_port(self, part: str) -> int:

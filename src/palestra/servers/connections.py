@@ -134,10 +134,3 @@ class LimitLines(logging.Filter):
                 record.msg, record.args = f"{record.getMessage()} ({left_out} lines were left out before)", ()
         self._seen += 1
         return self._seen <= self._lines
-
-
-def limit_log_lines() -> None:
-    for name in ("asyncio", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        if not any(isinstance(each, LimitLines) for each in logger.filters):
-            logger.addFilter(LimitLines())

@@ -33,7 +33,7 @@ from palestra.core.errors import (
     text_of,
 )
 from palestra.core.http import is_loopback
-from palestra.servers.connections import CONNECTION, BoundedProtocol, Connections, limit_log_lines
+from palestra.servers.connections import CONNECTION, BoundedProtocol, Connections, LimitLines
 
 request_log = logging.getLogger("palestra.requests")  # one line per request at level INFO
 _GRACE_S = 5
@@ -299,7 +299,9 @@ class Server(uvicorn.Server):
         grace_s: float = _GRACE_S,
     ) -> None:
         limits = limits or Connections.within_file_limit()
-        limit_log_lines()
+        for logger in map(logging.getLogger, ("asyncio", "uvicorn.error")):
+            if not any(isinstance(each, LimitLines) for each in logger.filters):
+                logger.addFilter(LimitLines())
         super().__init__(
             uvicorn.Config(
                 self._end_with_503(app),

@@ -20,7 +20,7 @@ from palestra.core.errors import PalestraError, StateError, StorageError, Unread
 from palestra.core.files import free_bytes, partial_folder, verify_folder, write_folder
 from palestra.core.ranks import ONE_PROCESS, RankFailed, Ranks
 from palestra.core.run_folder import MANIFEST, STATE, RunFolder, last_checkpoint, step_checkpoints, step_folder, step_of  # noqa: F401
-from palestra.runs.foreground import refuse_busy
+from palestra.runs.index import refuse_busy
 from palestra.train.safety_net import UNTOUCHED, SafetyState
 
 FORMAT = 2

@@ -36,7 +36,7 @@ from palestra.learner.local import LocalLearner
 from palestra.learner.optimizer import UserOptimizer
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
-from palestra.runs.foreground import listed, mark_failed
+from palestra.runs.index import listed, mark_failed
 from palestra.runs.tracking import Tracker, check_trackers, open_trackers
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
 from palestra.train.credit import CustomObjective

@@ -17,11 +17,11 @@ from palestra.algo.advantage import advantages as normalise
 from palestra.core.config import RunConfig, read_yaml_config
 from palestra.core.config_sections import STEP_PROBLEMS
 from palestra.core.errors import InputError, ServiceError, SettingError
-from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import write_json
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.ranks import refuse_ranks
 from palestra.core.run_folder import RunFolder
+from palestra.core.time_limit import outside_event_loop
 from palestra.core.types import Group, Problem, Turn
 from palestra.learner.local import LocalLearner
 from palestra.learner.optimizer import UserOptimizer

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from palestra.core.event_loop import outside_event_loop
+from palestra.core.time_limit import outside_event_loop
 
 
 def inside_a_loop(work):

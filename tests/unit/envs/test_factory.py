@@ -9,9 +9,8 @@ from playing import attempt
 from palestra import Agent, EvalSuite, measure, train_grpo
 from palestra.core.errors import InputError, PalestraError
 from palestra.core.types import Message, ToolCall
-from palestra.envs.factory import FactoryEnv, owns_reward
 from palestra.envs.running import RunningEnv
-from palestra.envs.suite_env import SuiteEnvironment
+from palestra.envs.suite_env import FactoryEnv, SuiteEnvironment, owns_reward
 from palestra.evals.rollout_stats import rollout_stats
 
 

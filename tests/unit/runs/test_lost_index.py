@@ -14,8 +14,7 @@ from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.runs import index as index_module
 from palestra.runs import reader
-from palestra.runs.foreground import listed
-from palestra.runs.index import Index, UnknownRun
+from palestra.runs.index import Index, UnknownRun, listed
 from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.processes import hold, this_process
 from palestra.runs.reader import RunReader

@@ -8,7 +8,7 @@ import pytest
 from palestra.cli.main import run as palestra
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
-from palestra.runs.foreground import listed
+from palestra.runs.index import listed
 from palestra.runs.manager import run_garbage
 from palestra.runs.processes import hold
 

@@ -49,16 +49,6 @@ class Marker:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """One bar of a pair: a share in 0..1 with its interval; `kind` is "before" or "after"."""
-
-    kind: str
-    rate: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class Frame:
     """The plotting area of a chart, and the ranges it shows."""
 
@@ -102,31 +92,37 @@ def curve(points: Sequence[Point], *, percent: bool, markers: Sequence[Marker] =
         parts.append(f'<polygon class="area" points="{first:.1f},{floor} {line} {last:.1f},{floor}"/>')
         parts.append(f'<polyline class="line raw" points="{_path(frame, points)}"/>')
         parts.append(f'<polyline class="line smooth" points="{line}"/>')
-    parts += [_marker(frame, marker) for marker in markers]
+    for marker in markers:
+        x, low, high = frame.x(marker.x), frame.y(marker.low), frame.y(marker.high)
+        stem = f"M{x - 4:.1f} {low:.1f}h8M{x:.1f} {low:.1f}V{high:.1f}M{x - 4:.1f} {high:.1f}h8"
+        parts.append(
+            f'<g class="marker"><title>{escape(marker.label)}</title><path class="stem" d="{stem}"/>'
+            f'<circle class="dot" cx="{x:.1f}" cy="{frame.y(marker.value):.1f}" r="5"/></g>'
+        )
     return _svg(frame.width, frame.height, title, parts)
 
 
-def bars(groups: Sequence[tuple[str, Sequence[Bar]]], *, title: str) -> str:
-    """Horizontal bars, one group under each name, with the interval as a whisker."""
+def bars(groups: Iterable[tuple[str, Mapping[str, Mapping[str, float]]]], *, title: str) -> str:
+    """Horizontal bars, one group under each name: of each kind ("before", "after") a rate in 0..1, low and high."""
     left, right, thick, gap, head = 0, 140, 22, 6, 26
     width, plot = 1160, 1160 - 140
     parts, top = [], 4
     for name, members in groups:
         parts.append(f'<text class="name" x="{left}" y="{top + 15}">{escape(name)}</text>')
         top += head
-        for bar in members:
+        for kind, bar in members.items():
             middle = top + thick / 2
             parts.append(f'<rect class="track" x="{left}" y="{top}" width="{plot}" height="{thick}" rx="4"/>')
             parts.append(
-                f'<rect class="bar {bar.kind}" x="{left}" y="{top}" width="{max(plot * bar.rate, 2):.1f}" '
+                f'<rect class="bar {kind}" x="{left}" y="{top}" width="{max(plot * bar["rate"], 2):.1f}" '
                 f'height="{thick}" rx="4"/>'
             )
-            x1, x2 = left + plot * bar.low, left + plot * bar.high
+            x1, x2 = left + plot * bar["low"], left + plot * bar["high"]
             path = f"M{x1:.1f} {middle - 5}v10M{x1:.1f} {middle}H{x2:.1f}M{x2:.1f} {middle - 5}v10"
             parts.append(f'<path class="whisker-halo" d="{path}"/><path class="whisker" d="{path}"/>')
             parts.append(
-                f'<text class="value {bar.kind}" x="{width - right + 14}" y="{middle + 5}">'
-                f'{100 * bar.rate:.1f} %<tspan class="kind" dx="8">{bar.kind}</tspan></text>'
+                f'<text class="value {kind}" x="{width - right + 14}" y="{middle + 5}">'
+                f'{100 * bar["rate"]:.1f} %<tspan class="kind" dx="8">{kind}</tspan></text>'
             )
             top += thick + gap
         top += 12
@@ -171,16 +167,6 @@ def _grid(frame: Frame, percent: bool) -> str:
 
 def _path(frame: Frame, points: Sequence[Point]) -> str:
     return " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
-
-
-def _marker(frame: Frame, marker: Marker) -> str:
-    x, y = frame.x(marker.x), frame.y(marker.value)
-    low, high = frame.y(marker.low), frame.y(marker.high)
-    return (
-        f'<g class="marker"><title>{escape(marker.label)}</title>'
-        f'<path class="stem" d="M{x - 4:.1f} {low:.1f}h8M{x:.1f} {low:.1f}V{high:.1f}M{x - 4:.1f} {high:.1f}h8"/>'
-        f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="5"/></g>'
-    )
 
 
 def _value_range(values: Sequence[float]) -> tuple[float, float]:

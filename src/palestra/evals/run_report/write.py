@@ -19,7 +19,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Rollout, ToolCall
 from palestra.evals.evidence import Finding
 from palestra.evals.report import Change, EvalReport, compare, compare_means, pick_transcripts
-from palestra.evals.run_report.charts import Bar, Marker, Point, bars, curve
+from palestra.evals.run_report.charts import Marker, Point, bars, curve
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -40,10 +40,7 @@ def render(report: Mapping[str, Any]) -> str:
         means.append({**change, "lowest": lowest, "highest": highest})
     overall = report["changes"][-1] if report["changes"] else None
     rates_are_equal = overall is not None and overall["before"]["rate"] == overall["after"]["rate"]
-    pairs = [
-        (c["name"], [Bar(when, *(c[when][key] for key in ("rate", "low", "high"))) for when in ("before", "after")])
-        for c in changes
-    ]
+    pairs = [(change["name"], {when: change[when] for when in ("before", "after")}) for change in changes]
     steps = [row for row in report["metrics"] if "reward_mean" in row]
     evaluations = {when: report[when] for when in ("before", "after") if report[when] is not None}
     # reports of Palestra 0.1 do not say which cases were scored

@@ -20,8 +20,7 @@ from palestra.core.errors import UnsupportedError, UserCodeError
 from palestra.core.messages import as_messages, to_dict
 from palestra.core.types import Message, Problem
 from palestra.envs.base import Split
-from palestra.envs.env import Env, EnvConfig
-from palestra.envs.problems import is_held_out
+from palestra.envs.env import Env, EnvConfig, is_held_out
 
 
 class VerifiersEnv(Env):

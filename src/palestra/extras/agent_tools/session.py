@@ -128,7 +128,7 @@ class RlTools:
                 return self.manager.get(run_id)
             except UnknownRun as error:
                 text = str(error)
-        raise Refusal(text, active_runs=self.manager.active_ids())
+        raise Refusal(text, active_runs=[run.run_id for run in self.manager.list() if run.is_active])
 
     def seconds_to_wait(self, run: Run) -> float:
         """Seconds until this run may be looked at again; 0 counts as a look. A new state may be seen immediately."""

@@ -26,7 +26,7 @@ from palestra.core.text import show_path, visible
 from palestra.evals.findings import recorded_findings
 from palestra.extras.atropos.atropos import AtroposEnv
 from palestra.extras.atropos.runs import serve_environment, wire_config
-from palestra.runs.foreground import refuse_busy
+from palestra.runs.index import refuse_busy
 from palestra.runs.manager import Run, RunManager
 from palestra.runs.request import refuse_secrets
 from palestra.train.interrupt import sigterm_as_ctrl_c

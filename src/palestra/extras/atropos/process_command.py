@@ -17,10 +17,10 @@ from palestra.cli.common import out_option
 from palestra.cli.env import prepared, request_of
 from palestra.cli.settings import EnvCommand
 from palestra.core.config import RunConfig
-from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import slug, write_text
 from palestra.core.messages import to_dict
 from palestra.core.text import show_path
+from palestra.core.time_limit import outside_event_loop
 from palestra.env_api import collectors
 from palestra.envs.load import find_env
 from palestra.envs.running import RunningEnv

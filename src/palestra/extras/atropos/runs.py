@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from palestra.cli.serve import run_server
 from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import SettingError
-from palestra.core.event_loop import outside_event_loop
 from palestra.core.run_folder import Resume, RunFolder
+from palestra.core.time_limit import outside_event_loop
 from palestra.envs.load import env_class, find_env, load_env
 from palestra.envs.running import RunningEnv
 from palestra.extras.atropos import WIRE_DEFAULTS
@@ -24,7 +24,7 @@ from palestra.policy.openai import OpenAISettings
 from palestra.policy.remote import RemotePolicy
 from palestra.rollout.collect import Collector
 from palestra.run import Finished, Watching, open_env
-from palestra.runs.foreground import listed_early
+from palestra.runs.index import listed_early
 from palestra.runs.request import RunRequest, absolute_name
 from palestra.train.watcher import Watcher
 

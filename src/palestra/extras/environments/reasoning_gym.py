@@ -28,8 +28,7 @@ from palestra.core.errors import (
 from palestra.core.types import Message, Problem, Score
 from palestra.envs.base import Split
 from palestra.envs.child_process import ChildFailed, ChildProcess
-from palestra.envs.env import Env, EnvConfig
-from palestra.envs.problems import is_held_out
+from palestra.envs.env import Env, EnvConfig, is_held_out
 
 _SEEDS_APART = 1_000_003  # datasets add the index to the seed
 _EXAMPLES_SEED = 77_777_777

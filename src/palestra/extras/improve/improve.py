@@ -21,8 +21,8 @@ from palestra.agents.texts import INSTRUCTIONS, TOOL, Texts, read_tool_text, tex
 from palestra.core.chat_model import POLICY, CallLimits, ChatModel, hosting
 from palestra.core.config import RunConfig
 from palestra.core.errors import RolloutError, SettingError, UnsupportedError
-from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import refuse_in_import
+from palestra.core.time_limit import outside_event_loop
 from palestra.core.types import Problem, Rollout
 from palestra.env_api import collectors
 from palestra.envs.base import Split

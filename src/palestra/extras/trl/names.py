@@ -15,8 +15,8 @@ from typing import Any
 
 from palestra.core.config import load_yaml
 from palestra.core.errors import InputError, SettingError, needs_extra
-from palestra.core.event_loop import outside_event_loop
 from palestra.core.messages import as_messages, to_dict
+from palestra.core.time_limit import outside_event_loop
 from palestra.core.types import Message, Problem
 from palestra.evals.measures import Measure, MeasureContext, as_measure, run_group_measure
 from palestra.evals.suite import EvalSuite

@@ -279,12 +279,3 @@ def closing_tag(prompt: str) -> str:
         if end.endswith(opening):
             return closing
     return ""
-
-
-def has_closed(prompt: str) -> bool:
-    """Whether a prompt ends behind reasoning, which is empty then.
-
-    >>> has_closed("<think>\\n\\n</think>\\n\\n")
-    True
-    """
-    return prompt.rstrip().endswith(tuple(closing for _, closing in TAGS))

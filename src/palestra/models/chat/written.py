@@ -15,7 +15,7 @@ from palestra.core.errors import InputError, PalestraError, UnsupportedError
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.encode import ForgedTexts, Piece, TemplateRefusal, not_append_only, with_texts
 from palestra.models.chat.template import ChatFormat
-from palestra.models.chat.toolcalls import TAGS, closing_tag, has_closed, split_reasoning, strip_reasoning
+from palestra.models.chat.toolcalls import TAGS, closing_tag, split_reasoning, strip_reasoning
 
 Schemas = Sequence[dict[str, Any]]
 _QUESTION, _NEXT = "PALESTRAQUESTION", "PALESTRANEXT"
@@ -96,7 +96,7 @@ def _pieces(chat: ChatFormat, message: Message, tools: Schemas, after: str, reas
     for context, following in _surroundings(message, tools, after):
         try:
             prompt = chat.render(context, tools, add_generation_prompt=True)
-            if has_closed(prompt):  # as without thinking
+            if prompt.rstrip().endswith(tuple(closing for _, closing in TAGS)):  # as without thinking
                 reasoning = blank_reasoning = ""
             text = written = _written(chat, prompt, [*context, message, *following], tools, reasoning)
             if forged.texts:

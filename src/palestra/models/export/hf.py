@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 
 from palestra.core.errors import StorageError, UnreadableFileError, UnsupportedError
 from palestra.core.files import write_json, write_text
-from palestra.models.adapters import RECORD, base_record, is_adapter
-from palestra.models.loading import canonical_name, load_model, load_tokenizer
+from palestra.models.loading import RECORD, canonical_name, fingerprint, is_adapter, load_model, load_tokenizer
 
 
 def to_hf(name: str, folder: Path) -> Path:
@@ -115,9 +114,10 @@ def _write_record(model: Any, folder: Path, record: Mapping[str, Any]) -> None:
     if not hasattr(model, "peft_config"):
         write_json(folder / RECORD, dict(record))
         return
-    base = base_record(model)
-    write_json(folder / RECORD, {**record, **base})
-    write_text(folder / "README.md", adapter_card(base["base"]["name"], model.active_peft_config, record))
+    base = model.active_peft_config.base_model_name_or_path or ""
+    # "mark" is the fingerprint's key since v0.1, whose records must stay readable
+    write_json(folder / RECORD, {**record, "base": {"name": base, "mark": fingerprint(model)}})
+    write_text(folder / "README.md", adapter_card(base, model.active_peft_config, record))
 
 
 def agent_section(record: Mapping[str, Any]) -> list[str]:

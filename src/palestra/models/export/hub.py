@@ -39,8 +39,8 @@ def to_hub(
 
     The token is that of HF_TOKEN or `hf auth login`; HF_ENDPOINT names another hub.
     """
-    from palestra.models.adapters import RECORD, is_adapter  # torch: a wrong repository is reported without it
     from palestra.models.export.hf import read_record, to_hf
+    from palestra.models.loading import RECORD, is_adapter  # torch: a wrong repository is reported without it
 
     check_repo(repo)
     folder = Path(model).expanduser()

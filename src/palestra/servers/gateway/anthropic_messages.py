@@ -26,7 +26,7 @@ from palestra.servers.gateway.request import (
 from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.sampling_fields import MAX_STOP_LENGTH, MAX_STOPS, RequestForm, SamplingFields, short
 
-_STATUS = {
+STATUS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -163,11 +163,6 @@ class _BlockEvents:
 
     def _event(self, name: str, **more: Any) -> Event:
         return _event(name, index=len(self._kinds) - 1, **more)
-
-
-def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    kind = _STATUS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def _event(name: str, **fields: Any) -> Event:

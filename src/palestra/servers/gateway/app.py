@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from palestra.core.errors import ContextLengthError, InputError, PalestraError
 from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.forwarding import KEY_PREFIX, ForwardedAgent
-from palestra.servers.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
+from palestra.servers.gateway.anthropic_messages import STATUS, CountBody, MessagesBody
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
 from palestra.servers.gateway.request import AgentRequests, ChatRequest, Event, Piece, fit_template
@@ -226,5 +226,7 @@ def event_stream(request: Request, events: AsyncIterator[Event]) -> Response:
 
 
 def error_form(request: Request, status: int, error: Exception | str) -> dict[str, Any]:
-    is_anthropic = "/v1/messages" in request.scope["path"]
-    return anthropic_error(status, message_of(error)) if is_anthropic else error_body(status, error)
+    if "/v1/messages" not in request.scope["path"]:
+        return error_body(status, error)
+    kind = STATUS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message_of(error)}}

@@ -128,8 +128,10 @@ class ResponseBody(RequestForm):
                 yield frame.event("response.created", response=frame.response("in_progress", []))
                 yield frame.event("response.in_progress", response=frame.response("in_progress", []))
             elif isinstance(piece, Delta) and not piece.is_thinking:
-                for event in frame.text_events(piece.text):
+                for event in frame.open_message(0):
                     yield event
+                place = {"item_id": frame.message_id, "output_index": 0, "content_index": 0}
+                yield frame.event("response.output_text.delta", **place, delta=piece.text, logprobs=[])
             elif isinstance(piece, ChatAnswer):
                 output = frame.output(piece)
                 for event in frame.end_events(output):
@@ -216,19 +218,13 @@ class _Frame:
             items.append({**about, "name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)})
         return items
 
-    def text_events(self, new: str) -> Iterator[Event]:
-        """New text of the message."""
-        yield from self._open_message(0)
-        place = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
-        yield self.event("response.output_text.delta", **place, delta=new, logprobs=[])
-
     def end_events(self, output: Sequence[dict[str, Any]]) -> Iterator[Event]:
         """The items that were not sent yet. A reasoning item comes after a message that was sent before it."""
         began = [item for item in output if self._has_text and item["type"] == "message"]
         for index, item in enumerate([*began, *(item for item in output if item not in began)]):
             place = {"item_id": item["id"], "output_index": index}
             if item["type"] == "message":
-                yield from self._open_message(index)
+                yield from self.open_message(index)
                 (part,) = item["content"]
                 whole = {**place, "content_index": 0}
                 yield self.event("response.output_text.done", **whole, text=part["text"], logprobs=[])
@@ -243,7 +239,8 @@ class _Frame:
                 yield self.event("response.output_item.added", output_index=index, item=item)
             yield self.event("response.output_item.done", output_index=index, item=item)
 
-    def _open_message(self, index: int) -> Iterator[Event]:
+    def open_message(self, index: int) -> Iterator[Event]:
+        """The events before the first text of the message; none where they were sent."""
         if self._has_text:
             return
         self._has_text = True

@@ -14,7 +14,8 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError, UnsupportedError
 from palestra.core.http import is_loopback
 from palestra.core.run_folder import RunKind, last_checkpoint
-from palestra.envs.sandbox.program import ProgramSandbox, check_sandbox
+from palestra.envs.sandbox.program import ProgramSandbox
+from palestra.envs.sandbox.sandbox import why_not
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.models.loading import LoadedModel
 from palestra.policy.local import LocalPolicy
@@ -118,7 +119,10 @@ class ProgramTask:
             if in_sandbox:
                 if not isinstance(program, CommandAgent):
                     raise SettingError("agent.sandbox is for commands (--agent-cmd, command_agent); leave it out")
-                check_sandbox()
+                if (reason := why_not()) is not None:
+                    raise UnsupportedError(
+                        f"agent.sandbox needs namespaces, which do not work here: {reason}; leave it out"
+                    )
             address: dict[str, Any] = {"host": program.host, "port": program.port, "token": program.token}
             if isinstance(program, CommandAgent) and program.containers is not None:
                 parts.config.refuse(["agent.sandbox"], "each attempt is a container")

@@ -26,8 +26,8 @@ from palestra.algo.losses import Objective
 from palestra.algo.step_loss import Loss, LossTokens, StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, PalestraError, SettingError, UnreadableFileError, UnsupportedError
-from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import write_json
+from palestra.core.time_limit import outside_event_loop
 from palestra.core.types import Array
 from palestra.core.weights import Weights, saved_tensors
 from palestra.extras.tinker.client.model import ModelChange, Sampler, TinkerModel

@@ -24,8 +24,8 @@ import tinker
 from tinker.types import RequestErrorCategory
 
 from palestra.core.errors import PalestraError, ServiceError
-from palestra.core.event_loop import outside_event_loop
 from palestra.core.http import HttpError, Request
+from palestra.core.time_limit import outside_event_loop
 
 log = logging.getLogger("palestra")
 

@@ -21,7 +21,7 @@ from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
 from palestra.extras.tinker.server.messages import Datum
 from palestra.extras.tinker.server.requests import Adam
 from palestra.extras.tinker.server.training_model import Outputs
-from palestra.runs.foreground import listed
+from palestra.runs.index import listed
 from palestra.runs.tracking import open_trackers
 
 log = logging.getLogger("palestra")
