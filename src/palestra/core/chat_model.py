@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from palestra.core.endpoints import Budgeted, BudgetSpent, CallLimits, Endpoint, EndpointUsage
 from palestra.core.errors import PalestraError, RolloutError, UnsupportedError, text_of
@@ -27,21 +27,12 @@ T = TypeVar("T")
 log = logging.getLogger("palestra")
 
 
-class ModelHost(Protocol):
-    """Runs models of this process. A collector provides one for everything that happens in its rollouts."""
-
-    async def chat(
-        self, name: str, messages: Chat, max_new_tokens: int, temperature: float, seed: int
-    ) -> dict[str, Any]:
-        """An answer in the form of an OpenAI-style endpoint, by the policy or by the local model of this name."""
-        ...
-
-
-_host: ContextVar[ModelHost | None] = ContextVar("model_host", default=None)
+# Runs models of this process for all that happens in a collector's rollouts: `rollout.local_models.LocalModels`.
+_host: ContextVar[Any] = ContextVar("model_host", default=None)
 
 
 @contextmanager
-def hosting(host: ModelHost) -> Iterator[None]:
+def hosting(host: Any) -> Iterator[None]:
     """Let chat models in this context, and in tasks that are created in it, use `host`."""
     token = _host.set(host)
     try:
