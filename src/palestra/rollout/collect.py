@@ -146,8 +146,9 @@ class Collector(GroupCollector):
             collected = [await self.collect(problems[p], group_size, seed_keys[p], on_rollout) for p in parts]
             return [group for groups in collected for group in groups]
         started = dict[int, Started]()
+        asked = [(problem.id, problem.input, group_size) for problem in problems]
         for i, group in enumerate(self._prepared):
-            if i < len(problems) and group.problem is problems[i] and len(group.episodes) == group_size:
+            if [(group.problem.id, group.problem.input, len(group.episodes))] == asked[i : i + 1]:
                 started[i] = group
             else:
                 self._abandon(group)
