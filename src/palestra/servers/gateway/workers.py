@@ -187,20 +187,20 @@ class GatewayWorkers:
 
 def _described(tokenizer: Any) -> dict[str, Any]:
     """The arguments by which a worker makes this tokenizer again."""
-    options = {name: getattr(tokenizer, name) for name in ("chat_template", "clean_up_tokenization_spaces")}
-    schema = getattr(tokenizer, "response_schema", None)
-    return {"backend": tokenizer.backend_tokenizer.to_str(), "schema": schema} | options | tokenizer.special_tokens_map
+    names = ("chat_template", "clean_up_tokenization_spaces", "extra_special_tokens", "response_schema")
+    options = {name: value for name in names if (value := getattr(tokenizer, name, None)) is not None}
+    return {"backend": tokenizer.backend_tokenizer.to_str(), **options, **tokenizer.special_tokens_map}
 
 
 # In the worker process.
 
 
-def _tokenizer(backend: str, schema: Any, **options: Any) -> Any:
+def _tokenizer(backend: str, response_schema: Any = None, **options: Any) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(backend), **options)
-    tokenizer.response_schema = schema
+    tokenizer.response_schema = response_schema
     return tokenizer
 
 
