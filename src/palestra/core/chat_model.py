@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from palestra.core.errors import (
     NotAllowedError,
@@ -209,17 +209,8 @@ T = TypeVar("T")
 log = logging.getLogger("palestra")
 
 
-class ModelHost(Protocol):
-    """Runs models of this process. A collector provides one for everything that happens in its rollouts."""
-
-    async def chat(
-        self, name: str, messages: Chat, max_new_tokens: int, temperature: float, seed: int
-    ) -> dict[str, Any]:
-        """An answer in the form of an OpenAI-style endpoint, by the policy or by the local model of this name."""
-        ...
-
-
-_host: ContextVar[ModelHost | None] = ContextVar("model_host", default=None)
+# Runs models of this process for all that happens in a collector's rollouts: `rollout.local_models.LocalModels`.
+_host: ContextVar[Any] = ContextVar("model_host", default=None)
 
 
 @contextmanager

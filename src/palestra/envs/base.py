@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from palestra.core.types import Message, Problem, Score, ToolResult
 
@@ -41,13 +41,4 @@ class Environment(Protocol):
     @property
     def reward_weights(self) -> Mapping[str, float]:
         """The weight of each measure in the reward."""
-        ...
-
-
-@runtime_checkable
-class ScoresGroups(Protocol):
-    """An environment that also judges siblings against each other."""
-
-    async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, Score]] | None:
-        """More scores of attempts at one problem, which have all ended; None: there are none."""
         ...

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -82,14 +81,6 @@ class Opener:
             return NotOpened(text_of(error, "opening an episode"))
         self.is_quick = median(seconds) < QUICK_S and max(seconds) < SLOW_S
         return episodes
-
-
-def abandon(opening: Iterable[asyncio.Task[list[Episode] | NotOpened]]) -> None:
-    """Cancel episodes that are still opening, and close those that were not taken."""
-    for task in opening:
-        if not task.cancel() and not task.cancelled() and task.exception() is None:
-            opened = task.result()
-            close_now(opened if isinstance(opened, list) else [])
 
 
 async def close_episodes(episodes: Sequence[Episode]) -> None:

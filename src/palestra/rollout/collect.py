@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from palestra.core.calls import OutOfThreads
-from palestra.core.chat_model import ModelHost, hosting, logging_calls
+from palestra.core.chat_model import hosting, logging_calls
 from palestra.core.errors import (
     NotFiniteError,
     PalestraError,
@@ -17,9 +17,9 @@ from palestra.core.errors import (
     TrainingError,
     UserCodeError,
 )
-from palestra.core.types import Group, Message, Problem, Rollout
-from palestra.envs.base import Environment, Episode, ScoresGroups
-from palestra.envs.opening import NotOpened, Opener, abandon, close_episodes, close_now
+from palestra.core.types import Group, Problem, Rollout
+from palestra.envs.base import Environment, Episode
+from palestra.envs.opening import NotOpened, Opener, close_episodes, close_now
 from palestra.envs.running import RunningEnv
 from palestra.evals.rollout_stats import length_metrics
 from palestra.rollout.agent_loop import NOT_FINITE, AttemptLimits, Speaker, run_attempt, wrap_user_error
@@ -58,10 +58,11 @@ class GroupCollector:
 
 @dataclass(slots=True)
 class Started:
-    """A group whose attempts can begin; nothing is sampled yet. `state` belongs to the runner."""
+    """A group whose attempts can begin, unless it has an error; nothing is sampled yet. `state` is the runner's."""
 
     problem: Problem
     episodes: list[Episode]
+    error: str | None = None
     state: Any = None
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # for reward functions, besides the problem's
 
@@ -76,7 +77,7 @@ class Runner:
         return await opener.open(problem, count)
 
     async def begin(self, groups: Sequence[Started]) -> None:
-        """Called once for the groups that were opened together."""
+        """Called once for the groups that were opened together; it may give them errors."""
 
     def start(self, group: Started) -> None:
         """Called before the attempts of each group; a PalestraError fails the group."""
@@ -121,7 +122,7 @@ class Collector(GroupCollector):
     runner: Runner
     rewards: RewardFunctions = field(default_factory=RewardFunctions)
     max_open_episodes: int = 1024
-    host: ModelHost = field(default_factory=LocalModels)  # of models that help in rollouts
+    host: LocalModels = field(default_factory=LocalModels)  # of models that help in rollouts
     _opener: Opener = field(init=False, repr=False, compare=False)
     _prepared: list[Started] = field(init=False, repr=False, compare=False, default_factory=list)
 
@@ -144,28 +145,25 @@ class Collector(GroupCollector):
             parts = [slice(i, i + at_once) for i in range(0, len(problems), at_once)]
             collected = [await self.collect(problems[p], group_size, seed_keys[p], on_rollout) for p in parts]
             return [group for groups in collected for group in groups]
-        started = dict[int, Started | NotOpened]()
+        started = dict[int, Started]()
+        asked = [(problem.id, problem.input, group_size) for problem in problems]
         for i, group in enumerate(self._prepared):
-            if i < len(problems) and group.problem is problems[i] and len(group.episodes) == group_size:
+            if [(group.problem.id, group.problem.input, len(group.episodes))] == asked[i : i + 1]:
                 started[i] = group
             else:
                 self._abandon(group)
         self._prepared.clear()
-        opening: dict[int, asyncio.Task[list[Episode] | NotOpened]] = {}
+        opening: dict[int, asyncio.Task[Started]] = {}
         for i, problem in enumerate(problems[:at_once]):
             if i not in started:
-                opening[i] = asyncio.create_task(self.runner.open(self._opener, problem, group_size))
+                opening[i] = asyncio.create_task(self._open(problem, group_size))
         slots = asyncio.Semaphore(at_once)
 
         async def attempted(i: int, problem: Problem, key: str) -> Group:
             async with slots:
                 if i not in started:
-                    started[i] = _started(problem, await self.runner.open(self._opener, problem, group_size))
-                begun = started.pop(i)  # from here on the group closes its episodes
-                if isinstance(begun, NotOpened):
-                    group = failed_group(problem, begun.reason, group_size, on_rollout)
-                else:
-                    group = await self._group(begun, key, on_rollout)
+                    started[i] = await self._open(problem, group_size)
+                group = await self._group(started.pop(i), group_size, key, on_rollout)
             on_group(i, group)
             return group
 
@@ -173,9 +171,9 @@ class Collector(GroupCollector):
         try:
             if opening:  # before the first samples, so that the sampler's batches do not depend on which opened first
                 await asyncio.wait(opening.values())
-                started |= {i: _started(problems[i], task.result()) for i, task in opening.items()}
+                started |= {i: task.result() for i, task in opening.items()}
                 opening.clear()
-            await self.runner.begin([group for group in started.values() if isinstance(group, Started)])
+            await self.runner.begin([group for group in started.values() if group.error is None])
             with hosting(self.host):
                 batch = max(1, START_BATCH_ROLLOUTS // group_size)
                 for i, (problem, key) in enumerate(zip(problems, seed_keys, strict=True)):
@@ -192,10 +190,7 @@ class Collector(GroupCollector):
                 task.cancel()
             if self.runner.runs_programs:
                 await asyncio.gather(*tasks, return_exceptions=True)
-            abandon(opening.values())
-            for left in started.values():
-                if isinstance(left, Started):
-                    self._abandon(left)
+            self._abandon(*started.values(), *opening.values())
 
     async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
         """Open the next step's episodes early, unless that is slow: containers and servers are held only in use."""
@@ -203,29 +198,36 @@ class Collector(GroupCollector):
         if not self._opener.is_quick or getattr(self.environment, "max_episodes", None) is not None:
             return
         problems = problems[: self.groups_at_once(group_size)]
-        opening = [asyncio.create_task(self._opener.open(problem, group_size)) for problem in problems]
+        opening = [asyncio.create_task(self._open(problem, group_size)) for problem in problems]
         try:
             await asyncio.wait(opening)
-            for problem in problems:
-                group = _started(problem, opening[0].result())
-                if isinstance(group, NotOpened):
-                    return  # `collect` will try again, and say so
+            while opening and (group := opening[0].result()).error is None:  # else `collect` tries again, and says so
                 self.runner.start(group)
                 self._prepared.append(group)
                 del opening[0]
         except PalestraError:  # a prompt that is refused, as it will be again
             return
         finally:
-            abandon(opening)
+            self._abandon(*opening)
 
     def abandon(self) -> None:
-        while self._prepared:
-            self._abandon(self._prepared.pop())
+        self._abandon(*self._prepared)
+        self._prepared.clear()
 
-    def _abandon(self, group: Started) -> None:
-        if group.state is not None:
-            self.runner.close(group)
-        close_now(group.episodes)
+    async def _open(self, problem: Problem, group_size: int) -> Started:
+        opened = await self.runner.open(self._opener, problem, group_size)
+        return Started(problem, [], opened.reason) if isinstance(opened, NotOpened) else Started(problem, opened)
+
+    def _abandon(self, *groups: Started | asyncio.Task[Started]) -> None:
+        """Close groups that were not attempted, and do not wait for those that are still opening."""
+        for group in groups:
+            if isinstance(group, asyncio.Task):
+                if group.cancel() or group.cancelled() or group.exception() is not None:
+                    continue
+                group = group.result()
+            if group.state is not None:
+                self.runner.close(group)
+            close_now(group.episodes)
 
     def groups_at_once(self, group_size: int) -> int:
         limit = getattr(self.environment, "max_episodes", None)
@@ -236,7 +238,7 @@ class Collector(GroupCollector):
             )
         return max(1, min(limit or self.max_open_episodes, self.max_open_episodes) // group_size)
 
-    async def _group(self, started: Started, seed_key: str, on_rollout: OnRollout) -> Group:
+    async def _group(self, started: Started, size: int, seed_key: str, on_rollout: OnRollout) -> Group:
         """Attempt, score and reward the siblings, and close their episodes."""
         problem, episodes = started.problem, started.episodes
 
@@ -246,12 +248,19 @@ class Collector(GroupCollector):
             return rollout
 
         try:
-            self.runner.start(started)
+            if started.error is None:
+                self.runner.start(started)
         except PalestraError as refused:  # a prompt that is too long, or refused by the template
+            started.error = str(refused)
+        if started.error is not None:
+            prompt = tuple(episodes[0].prompt) if episodes else ()
+            failed = Rollout(problem.id, (), prompt, "failed", error=started.error)
             await close_episodes(episodes)
-            return failed_group(problem, str(refused), len(episodes), on_rollout, tuple(episodes[0].prompt))
+            for _ in range(size):
+                on_rollout(failed)
+            return Group(problem.id, (failed,) * size)
         with logging_calls() as calls:
-            tasks = [asyncio.create_task(attempt(i)) for i in range(len(episodes))]
+            tasks = [asyncio.create_task(attempt(i)) for i in range(size)]
             try:
                 rollouts = await scored_together(self.environment, episodes, await asyncio.gather(*tasks))
                 weights, columns = self.environment.reward_weights, started.columns
@@ -265,10 +274,6 @@ class Collector(GroupCollector):
                 await asyncio.gather(*tasks, return_exceptions=True)
                 self.runner.close(started)
                 await close_episodes(episodes)
-
-
-def _started(problem: Problem, opened: list[Episode] | NotOpened) -> Started | NotOpened:
-    return opened if isinstance(opened, NotOpened) else Started(problem, opened)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,11 +315,11 @@ async def scored_together(
 ) -> Sequence[Rollout]:
     """Apply the environment's group scores, if it defines any; failed rollouts are left out."""
     good = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
-    if not isinstance(environment, ScoresGroups) or not good:
+    if not (score_group := getattr(environment, "score_group", None)) or not good:
         return rollouts
     scored = list(rollouts)
     try:
-        group_scores = await wrap_user_error("score_group", environment.score_group([episodes[i] for i in good]))
+        group_scores = await wrap_user_error("score_group", score_group([episodes[i] for i in good]))
     except PalestraError as failure:
         for i in good:
             scored[i] = replace(rollouts[i], stop="failed", error=str(failure))
@@ -322,16 +327,6 @@ async def scored_together(
     for i, verdicts in zip(good, group_scores or (), strict=group_scores is not None):
         scored[i] = replace(rollouts[i], scores={**rollouts[i].scores, **verdicts})
     return scored
-
-
-def failed_group(
-    problem: Problem, error: str, group_size: int, on_rollout: OnRollout, prompt: tuple[Message, ...] = ()
-) -> Group:
-    """The group of a problem that could not be attempted."""
-    failed = Rollout(problem.id, (), prompt, "failed", error=error)
-    for _ in range(group_size):
-        on_rollout(failed)
-    return Group(problem.id, (failed,) * group_size)
 
 
 def any_good(groups: Sequence[Group]) -> bool:

@@ -46,7 +46,7 @@ class FunctionRunner(Runner):
                 if isinstance(error, RolloutError) and len(groups) > 1:
                     await self.begin([group])
                 else:
-                    group.state = error
+                    group.error = str(error)
 
     async def _call(self, groups: Sequence[Started]) -> None:
         """Give each group its part of the columns."""
@@ -67,10 +67,6 @@ class FunctionRunner(Runner):
             mine = slice(end, end := end + len(group.episodes))
             group.state = {key: values[mine] for key, values in columns.items()}
             group.columns = {k: v for k, v in group.state.items() if k not in (*_NEEDED, "env_mask")}
-
-    def start(self, group: Started) -> None:
-        if isinstance(group.state, PalestraError):
-            raise group.state
 
     async def attempt(self, group: Started, i: int, seed_key: str) -> Rollout:
         episode, columns = group.episodes[i], {key: values[i] for key, values in group.state.items()}

@@ -18,7 +18,7 @@ from typing import Any
 from palestra.core.config_sections import HintName
 from palestra.core.messages import show_call
 from palestra.core.types import Group, Message, Problem, Rollout, Score, ToolResult
-from palestra.envs.base import Environment, Episode, ScoresGroups, Split
+from palestra.envs.base import Environment, Episode, Split
 from palestra.evals.rollout_stats import call_problem, called_successfully, calls_of, model_messages
 from palestra.models.chat.template import ChatFormat
 
@@ -102,24 +102,15 @@ class HintedEnvironment:
         hinted: Any = HintedEpisode(episode, prompt)
         return hinted
 
+    async def score_group(self, episodes: Sequence[Any]) -> Sequence[Mapping[str, Score]] | None:
+        score: Any = getattr(self.environment, "score_group", None)
+        return None if score is None else await score([episode.episode for episode in episodes])
+
     def without_hint(self, rollout: Rollout, chat: ChatFormat) -> Rollout:
         """The rollout as if its prompt had had no hint: the same sampled tokens behind the plain prompt."""
         prompt, tools, hinted = self.openings[rollout.problem_id]
         turns = (chat.prompt(prompt, tools), *rollout.turns[1:])
         return replace(rollout, turns=turns, messages=(*prompt, *rollout.messages[hinted:]))
-
-
-class HintedGroups(HintedEnvironment):
-    """The same for environments that also judge siblings against each other."""
-
-    async def score_group(self, episodes: Sequence[Any]) -> Sequence[Mapping[str, Score]] | None:
-        assert isinstance(self.environment, ScoresGroups)
-        return await self.environment.score_group([episode.episode for episode in episodes])
-
-
-def with_hints(environment: Environment, hints: Mapping[str, Hint]) -> HintedEnvironment:
-    kind = HintedGroups if isinstance(environment, ScoresGroups) else HintedEnvironment
-    return kind(environment, hints)
 
 
 def rules_for(rollouts: Sequence[Rollout]) -> tuple[str, ...]:

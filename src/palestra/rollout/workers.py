@@ -49,6 +49,7 @@ class RolloutWorker(WorkerProcess):
     hung_calls = 0
 
     def explain(self, status: int | None) -> PalestraError:
+        note_hung_calls(-self.hung_calls)
         code = "" if status is None else f" (exit code {status})"
         log.warning("a rollout worker (process %d) ended%s; the others collect its groups", self.process.pid, code)
         return ResourceError(
@@ -68,7 +69,6 @@ class RolloutWorkers:
             raise SettingError("rollout.workers needs Linux, which can fork processes; set it to 0")
         self._policy = policy
         self._jobs = 0
-        self._prepared: tuple[Sequence[Problem], int, int] = ((), 0, 0)  # problems, group size and number of workers
         self._on_group: dict[int, Callable[[int, Group], None]] = {}  # by the first number of the job
         self._workers: list[RolloutWorker] = []
         for place in range(count):
@@ -107,8 +107,7 @@ class RolloutWorkers:
             self._policy.expect(-group_size)  # also where its episodes did not open
 
         async def share(worker: RolloutWorker, numbers: list[int]) -> None:
-            own = None if is_prepared else [exact_problem(problems[i]) for i in numbers]
-            keys = [seed_keys[i] for i in numbers]
+            own, keys = [exact_problem(problems[i]) for i in numbers], [seed_keys[i] for i in numbers]
             self._policy.expect(min(len(numbers), at_once) * group_size)
             call, reply = self._channel(worker).call("collect", job, training, group_size, numbers, own, keys)
             reply.add_done_callback(lambda reply: reply.cancelled() or reply.exception())  # it may not be looked at
@@ -124,9 +123,6 @@ class RolloutWorkers:
                     self._channel(worker).cancel(call)
                     await asyncio.wait([reply], timeout=END_S)
 
-        (known, *size), self._prepared = self._prepared, ((), 0, 0)
-        is_prepared = size == [group_size, len(self._running())] and len(known) == len(problems)
-        is_prepared = is_prepared and all(a is b for a, b in zip(known, problems, strict=True))
         while missing := [i for i in range(len(problems)) if i not in found]:
             job = self._new_job()
             self._on_group[job[1]] = on_group
@@ -142,22 +138,18 @@ class RolloutWorkers:
                     task.cancel()
                 await asyncio.wait(tasks)
                 del self._on_group[job[1]]
-            is_prepared = False
         return [found[i] for i in range(len(problems))]
 
     async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
         """Let the workers open the episodes and render the prompts of these groups now."""
-        running = len(self._running())
-        if len(problems) < running:  # their keys, which are not known yet, decide who collects them
+        if len(problems) < len(self._running()):  # their keys, which are not known yet, decide who collects them
             return
         job = self._new_job()
         with contextlib.suppress(CodecError):  # `collect` says what cannot be sent
             for worker, numbers in self._shares(range(len(problems))):
                 self._channel(worker).send("prepare", job, group_size, [exact_problem(problems[i]) for i in numbers])
-            self._prepared = (list(problems), group_size, running)
 
     def abandon(self) -> None:
-        self._prepared = (), 0, 0
         for worker in self._workers:
             if worker.channel is not None:
                 worker.channel.send("abandon")
@@ -205,7 +197,6 @@ class _Serving:
     def __init__(self, policy: ChannelPolicy, collectors: Mapping[bool, Collector]) -> None:
         self._policy = policy
         self._collectors = collectors
-        self._prepared: list[Problem] = []
         self._preparing: asyncio.Task[None] | None = None
 
     async def run(self, sock: socket.socket) -> None:
@@ -224,14 +215,13 @@ class _Serving:
 
     def _prepare(self, job: Job, group_size: int, problems: list[Problem]) -> None:
         self._policy.begin_job(*job)
-        self._prepared = problems
         self._preparing = asyncio.create_task(self._collectors[True].prepare(problems, group_size))
 
     def _collect(
         self, call: int, job: Job, training: bool, group_size: int, numbers: list[int],
-        problems: list[Problem] | None, keys: list[str],
+        problems: list[Problem], keys: list[str],
     ) -> None:  # fmt: skip
-        """Send each group when it is complete. Without problems they are the prepared ones."""
+        """Send each group when it is complete."""
 
         def on_group(i: int, group: Group) -> None:
             self._channel.send("group", job[1], numbers[i], group, hung_calls())
@@ -240,8 +230,7 @@ class _Serving:
             if self._preparing is not None:
                 await self._preparing
             self._policy.begin_job(*job)
-            chosen, self._prepared = self._prepared if problems is None else problems, []
-            await self._collectors[training].collect(chosen, group_size, keys, on_group=on_group)
+            await self._collectors[training].collect(problems, group_size, keys, on_group=on_group)
 
         self._channel.answer(call, collected())
 

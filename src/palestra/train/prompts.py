@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from palestra.core.calls import call_with_limit
 from palestra.core.config import RunConfig
@@ -27,11 +27,7 @@ Prompt = str | Sequence[Message | Mapping[str, Any]]
 Input = str | tuple[Message, ...]
 
 
-class RewardModel(Protocol):
-    def calculate_combined_reward(self, output: str, expected_answer: Any) -> float: ...
-
-
-Reward = RewardModel | Callable[[str, Any], float]
+Reward = Any  # (output, expected_answer) -> float, or an object with calculate_combined_reward of this form
 
 
 def reward_function(reward: Reward) -> Callable[[str, Any], float]:

@@ -22,7 +22,7 @@ from palestra.core.types import Group, Problem, Rollout
 from palestra.envs.base import Environment
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.collect import GroupCollector, OnRollout
-from palestra.rollout.hints import Hint, HintedEnvironment, pass_rate, quality, rules_for, with_hints
+from palestra.rollout.hints import Hint, HintedEnvironment, pass_rate, quality, rules_for
 from palestra.train.demonstrations import DemonstrationSource, sampled_key, steps_for
 
 HOTTER = 0.1  # the temperature rises by this with each pass over the cases that have not passed
@@ -139,7 +139,7 @@ class RftSource(DemonstrationSource):
         self, this: Round, problems: Sequence[Problem], hints: Mapping[str, Hint], attempts: int, passes: int
     ) -> list[Rollout]:
         """Attempt the problems, and take the hints out of what passed."""
-        hinted: HintedEnvironment = with_hints(self.environment, hints)
+        hinted = HintedEnvironment(self.environment, hints)
         temperature = max(self.temperature, min(MAX_TEMPERATURE, self.temperature + HOTTER * passes))
         keys = [f"rft/{self.seed}/{self.round}/{passes}/{problem.id}" for problem in problems]
         forced_calls = self._forced_calls(this, passes) if hints else 0

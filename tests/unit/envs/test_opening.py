@@ -12,7 +12,8 @@ from palestra.core import calls as calls_module
 from palestra.core.types import Problem
 from palestra.envs import opening
 from palestra.envs.base import Episode
-from palestra.envs.opening import NotOpened, Opener, abandon, close_episodes
+from palestra.envs.opening import NotOpened, Opener, close_episodes
+from palestra.rollout.collect import Collector, Runner
 
 PROBLEM = Problem("1", "Go.")
 
@@ -59,9 +60,10 @@ def test_what_is_still_being_opened_at_ctrl_c_is_closed() -> None:
     doors = Doors(quick=1)
 
     async def interrupted() -> None:
-        task = asyncio.create_task(Opener(doors).open(PROBLEM, 2))
+        collector = Collector(doors, Runner())
+        task = asyncio.create_task(collector._open(PROBLEM, 2))
         await doors.wait_until_opened(2)
-        abandon([task])
+        collector._abandon(task)
         with pytest.raises(asyncio.CancelledError):
             await task
 
@@ -74,9 +76,10 @@ def test_episodes_are_closed_also_where_nobody_has_taken_them_and_in_a_thread() 
     doors = Doors(quick=4)
 
     async def both() -> None:
-        task = asyncio.create_task(Opener(doors).open(PROBLEM, 2))
+        collector = Collector(doors, Runner())
+        task = asyncio.create_task(collector._open(PROBLEM, 2))
         await asyncio.wait([task])
-        abandon([task])
+        collector._abandon(task)
         assert doors.closed == 2
         episodes = await Opener(doors).open(PROBLEM, 2)
         assert isinstance(episodes, list)

@@ -11,7 +11,7 @@ from palestra.core.types import Message, Problem, Rollout, SamplingParams, ToolC
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits, token_speakers
 from palestra.rollout.collect import AgentLoop, Collector
-from palestra.rollout.hints import Hint, quality, rules_for, with_hints
+from palestra.rollout.hints import Hint, HintedEnvironment, quality, rules_for
 
 PROBLEM = Problem("good", "What is 2 + 3?", 5)
 EXAMPLE = (Message("user", "What is 1 + 1?"), Message("assistant", "2"))
@@ -75,7 +75,7 @@ def test_a_hint_stands_before_the_question_and_behind_the_instructions() -> None
 
 def test_hinted_attempts_are_scored_and_learned_without_the_hint(tiny_tokenizer: Any) -> None:
     chat, environment = ChatFormat(tiny_tokenizer), ScriptedEnvironment()
-    hinted = with_hints(environment, {PROBLEM.id: Hint(("Be brief.",), (EXAMPLE,))})
+    hinted = HintedEnvironment(environment, {PROBLEM.id: Hint(("Be brief.",), (EXAMPLE,))})
     policy = ScriptedPolicy(tiny_tokenizer, [CALL, ANSWER], context=700)
     limits = AttemptLimits(SamplingParams(400, stop_token_ids=chat.stop_token_ids))
     other = Problem("other", "What is 3 + 2?", 5)
@@ -104,7 +104,7 @@ def test_measures_do_not_see_the_hint() -> None:
 
     environment = ScriptedEnvironment()
     environment.open = lambda problem: Episode((Message("user", problem.input),))  # type: ignore[method-assign,assignment]
-    episode = with_hints(environment, {PROBLEM.id: Hint(("Be brief.",), (EXAMPLE,))}).open(PROBLEM)
+    episode = HintedEnvironment(environment, {PROBLEM.id: Hint(("Be brief.",), (EXAMPLE,))}).open(PROBLEM)
     said = [*episode.prompt, Message("assistant", "5")]
     asyncio.run(episode.score(said, ()))
     assert [message.text for message in seen] == ["What is 2 + 3?", "5"]

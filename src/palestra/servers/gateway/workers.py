@@ -155,16 +155,8 @@ class GatewayWorkers:
     def start(self, model: Completer) -> None:
         if not self._workers:
             return
-        settings = {
-            "tokenizer": _described(model.tokenizer),
-            "name": model.name,
-            "context_tokens": model.context_tokens,
-            "vocabulary": model.vocabulary,
-            "has_scores": model.score is not None,
-            "can_branch": model.policy.can_branch,
-            "watches_requests": model.on_request is not ignore_request,
-            "unexpected_calls": model.unexpected_calls,
-        }
+        options = {name: getattr(model, name) for name in ("name", "context_tokens", "vocabulary", "unexpected_calls")}
+        has = model.policy.can_branch, model.score is not None, model.on_request is not ignore_request
 
         def asked(choices: int, params: SamplingParams) -> None:
             model.on_request(choices, params)
@@ -172,7 +164,7 @@ class GatewayWorkers:
         for worker in self._workers:
             server = PolicyServer(model.policy, scorer=model.token_logprobs)
             worker.connect(server, {"log": self._log_once, "request": asked})
-            worker.send("start", settings)
+            worker.send("start", _described(model.tokenizer), options, *has)
 
     def prompts(self, siblings: int) -> WorkerPrompts | None:
         """The prompts of a new group, in the worker with the fewest groups; None if all workers have ended."""
@@ -195,20 +187,20 @@ class GatewayWorkers:
 
 def _described(tokenizer: Any) -> dict[str, Any]:
     """The arguments by which a worker makes this tokenizer again."""
-    options = {name: getattr(tokenizer, name) for name in ("chat_template", "clean_up_tokenization_spaces")}
-    schema = getattr(tokenizer, "response_schema", None)
-    return {"backend": tokenizer.backend_tokenizer.to_str(), "schema": schema} | options | tokenizer.special_tokens_map
+    names = ("chat_template", "clean_up_tokenization_spaces", "extra_special_tokens", "response_schema")
+    options = {name: value for name in names if (value := getattr(tokenizer, name, None)) is not None}
+    return {"backend": tokenizer.backend_tokenizer.to_str(), **options, **tokenizer.special_tokens_map}
 
 
 # In the worker process.
 
 
-def _tokenizer(backend: str, schema: Any, **options: Any) -> Any:
+def _tokenizer(backend: str, response_schema: Any = None, **options: Any) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(backend), **options)
-    tokenizer.response_schema = schema
+    tokenizer.response_schema = response_schema
     return tokenizer
 
 
@@ -242,16 +234,15 @@ class Worker:
 
         return answer
 
-    def _start(self, settings: dict[str, Any]) -> None:
+    def _start(
+        self, tokenizer: dict[str, Any], options: dict[str, Any], can_branch: bool, scores: bool, watches: bool
+    ) -> None:
         """Make the completer from what `GatewayWorkers.start` sends."""
         try:
-            self.policy.can_branch = settings["can_branch"]
-            score = self.policy.score if settings["has_scores"] else None
-            size = settings["context_tokens"], score, settings["vocabulary"]
-            self._model = Completer(self.policy, _tokenizer(**settings["tokenizer"]), settings["name"], *size)
-            self._model.unexpected_calls = settings["unexpected_calls"]
-            if settings["watches_requests"]:
-                self._model.on_request = partial(self.channel.send, "request")
+            self.policy.can_branch = can_branch
+            options |= {"score": self.policy.score} if scores else {}
+            options |= {"on_request": partial(self.channel.send, "request")} if watches else {}
+            self._model = Completer(self.policy, _tokenizer(**tokenizer), **options)
             _ = self._model.twin  # copying a large tokenizer later would hold up the event loop
         except Exception:
             traceback.print_exc()
