@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "sources": "core models agents policy envs rollout servers train",
     "result": "core models evals agents policy rollout train",
     "trainer": "core models evals agents envs runs rollout train sources result",
-    "api": "core evals policy envs rollout train result trainer",
+    "api": "core evals agents policy envs rollout train result trainer",
     "env_api": "core models evals agents policy envs rollout train result trainer",
     "agent_source": "core evals agents sources servers",  # servers: an address without a token is refused at once
     "run": "core models envs runs train agent_source api env_api",

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palestra.agents.agent import Agent
 from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import SettingError, explain_arguments
 from palestra.core.files import refuse_in_import
@@ -21,7 +22,7 @@ from palestra.result import GRPOTrainingResult
 from palestra.rollout.evaluate import EvalFile
 from palestra.rollout.rewards import RewardFunctionList
 from palestra.train.watcher import Watcher
-from palestra.trainer import TRAINER_ARGUMENTS, TRL_NAMES, Config, GRPOTrainer, train_task, watching
+from palestra.trainer import TRAINER_ARGUMENTS, TRL_NAMES, Config, GRPOTrainer
 
 if TYPE_CHECKING:
     from palestra.train.run import Outcome
@@ -94,15 +95,11 @@ def train_sft(
 
         return FinishTask(None, kind="other")
 
-    return train_task(
-        task,
-        lambda: settings,
-        name=name,
-        record={"only_learns_traces": True},
-        folder=folder,
-        resume=resume,
-        watching=lambda: watching(watcher),
-    )
+    agent = Agent(name, settings.model.name)
+    trainer = GRPOTrainer(agent, config=settings, watcher=watcher, folder=folder)
+    outcome = trainer.train_task(task, {"only_learns_traces": True}, resume)
+    assert trainer._run is not None
+    return trainer._run, outcome
 
 
 @explain_arguments(TRL_NAMES)

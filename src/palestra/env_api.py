@@ -28,7 +28,7 @@ from palestra.rollout.local_models import LocalModels
 from palestra.train.evaluation import Evaluator
 from palestra.train.limits import attempt_limits
 from palestra.train.watcher import Watcher
-from palestra.trainer import load_quietly, train_task, watching
+from palestra.trainer import GRPOTrainer, load_quietly
 
 
 def train_env(
@@ -46,22 +46,10 @@ def train_env(
 
     `advantages` and `loss` are functions in the place of the built-in ones (docs/objectives.md).
     """
-    from palestra.train.tasks import EnvironmentTask
-
-    instructions, tools = env.env.instructions, tools_of(env, env.problems("train")[0])
-    name = env.name.replace("/", "-")
-    about = {"agent": name, "instructions": instructions, "tools": [tool.schema for tool in tools]}
-    run, outcome = train_task(
-        lambda config: EnvironmentTask(env),
-        lambda: config,
-        name=name,
-        record=about | dict(record or {}),
-        folder=folder,
-        resume=resume,
-        watching=lambda: watching(watcher),
-        functions={"advantages": advantages, "loss": loss},
-    )
-    return GRPOTrainingResult(Agent(name, config.model.name, instructions, tools), run, outcome)
+    tools = tools_of(env, env.problems("train")[0])
+    agent = Agent(env.name.replace("/", "-"), config.model.name, env.env.instructions, tools)
+    trainer = GRPOTrainer(agent, config=config, watcher=watcher, folder=folder, advantages=advantages, loss=loss)
+    return trainer.train_on(env, record=record, resume=resume)
 
 
 def evaluate_env(

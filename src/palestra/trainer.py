@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from palestra.agents.agent import agent_examples
@@ -215,27 +214,63 @@ class GRPOTrainer:
         resume: Path | str | Resume | None = None,
     ) -> GRPOTrainingResult:
         """The same on any environment, which gives problems, tools and scores; `record` is more for run.json."""
-        self._loaded = None if resume is not None else self._loaded  # a resumed run loads the published weights
-        run, outcome = train_task(
+        about = {
+            "source": self._source,
+            "agent": self.agent.name,
+            "instructions": self.agent.instructions,
+            "tools": [tool.schema for tool in self.agent.tools],
+        }
+        outcome = self.train_task(
             lambda config: self._task(environment, config),
-            lambda: self._resolve(len(environment.problems("train"))),
-            name=self._name,
-            record={
-                "source": self._source,
-                "agent": self.agent.name,
-                "instructions": self.agent.instructions,
-                "tools": [tool.schema for tool in self.agent.tools],
-                **(record or {}),
-            },
-            folder=self._folder,
-            resume=resume,
-            watching=self._watching,
-            load=self._load,
-            on_folder=lambda run: setattr(self, "_run", run),
-            functions={"advantages": self.advantages, "loss": self.loss},
+            about | dict(record or {}),
+            resume,
+            lambda: len(environment.problems("train")),
         )
-        self._result = GRPOTrainingResult(self.agent, run, outcome, self)
+        assert self._run is not None
+        self._result = GRPOTrainingResult(self.agent, self._run, outcome, self)
         return self._result
+
+    def train_task(
+        self,
+        task: Callable[[RunConfig], Task],
+        record: Mapping[str, Any],
+        resume: Path | str | Resume | None = None,
+        problems: Callable[[], int | None] = lambda: None,
+    ) -> Outcome:
+        """Train in a new run folder with this record, or continue a run. `problems`: how many there are, if known."""
+        from palestra.train.credit import CustomObjective
+
+        refuse_in_import("a training")
+        resumed = Resume.of(resume)
+        self._loaded = None if resumed is not None else self._loaded  # a resumed run loads the published weights
+        run = None if resumed is None else RunFolder.open(resumed.folder)
+        config = self._resolve(problems()) if run is None else run.config
+        objective = CustomObjective.of(config.train, self.advantages, self.loss)  # before the model is loaded
+        loaded = self._load(config)  # a model that cannot be loaded leaves no run folder behind
+        if run is None:
+            ranks, output_dir = join(config), Path(config.output_dir)
+            run = ranks.from_first(lambda: RunFolder.create(output_dir, self._name, config, record, at=self._folder))
+            if not run.has_begun:
+                raise NotFoundError(
+                    f"{run.path.absolute()}, which rank 0 has made, is not there on this machine; give an output_dir "
+                    "that all machines share"
+                )
+        self._run = folder = run
+
+        def train() -> Outcome:
+            from palestra.train.run import Run
+
+            with (
+                self._watching() as watcher,
+                asyncio.Runner() as runner,
+                listed_early(folder.path, resumed, watcher.ends_at_start),
+            ):
+                parts: dict[str, Any] = {"watcher": watcher, "resume": resumed, "objective": objective}
+                built = Run.build(config, task(config), folder, runner=runner, loaded=loaded, **parts)
+                with hidden_progress_bars():
+                    return built.train()
+
+        return outside_event_loop(train)
 
     def _task(self, environment: Environment, config: RunConfig) -> Task:
         """What is trained on: our agent loop in an environment, or a program at the gateway."""
@@ -256,7 +291,12 @@ class GRPOTrainer:
         return ProgramTask(environment, self.agent, self._load(config), self.extra_reward_funcs)
 
     def _watching(self) -> AbstractContextManager[Watcher]:
-        return watching(self._watcher, self._progress)
+        """The given watcher, else a progress display, else a watcher that shows nothing."""
+        if self._watcher is not None or not self._progress:
+            return nullcontext(self._watcher or Watcher())
+        from palestra.train.progress import console_progress
+
+        return console_progress()
 
 
 TRAINER_ARGUMENTS = [name for name in signature(GRPOTrainer.__init__).parameters if name not in ("self", "trl")]
@@ -271,66 +311,9 @@ def _read_trl(trl: Mapping[str, Any], own: Mapping[str, Any], *, has_environment
     return provided("arguments of TRL")(trl, TRAINER_ARGUMENTS, has_environment=has_environment)
 
 
-def watching(watcher: Watcher | None, progress: bool = True) -> AbstractContextManager[Watcher]:
-    """The given watcher, else a progress display, else a watcher that shows nothing."""
-    if watcher is not None or not progress:
-        return nullcontext(watcher or Watcher())
-    from palestra.train.progress import console_progress
-
-    return console_progress()
-
-
 def load_quietly(config: RunConfig, *, training: bool = True) -> LoadedModel:
     """Load the model of a run; a progress bar shows only downloads."""
     from palestra.train.setup import load_for_run
 
     with hidden_progress_bars() if is_local(config.model.name) else nullcontext():
         return load_for_run(config, training=training)
-
-
-def train_task(
-    task: Callable[[RunConfig], Task],
-    config: Callable[[], RunConfig],
-    *,
-    name: str,
-    record: Mapping[str, Any],
-    folder: Path | None = None,
-    resume: Path | str | Resume | None = None,
-    watching: Callable[[], AbstractContextManager[Watcher]],
-    load: Callable[[RunConfig], LoadedModel] = load_quietly,
-    on_folder: Callable[[RunFolder], None] = lambda run: None,
-    functions: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[RunFolder, Outcome]:
-    """Train in a new run folder, or continue a run; `functions` are a user's advantages and loss."""
-    from palestra.train.credit import CustomObjective
-
-    refuse_in_import("a training")
-    resumed = Resume.of(resume)
-    if resumed is not None:
-        run = RunFolder.open(resumed.folder)
-        chosen = run.config
-        objective = CustomObjective.of(chosen.train, **functions)
-        loaded = load(chosen)
-    else:
-        chosen = config()
-        objective = CustomObjective.of(chosen.train, **functions)  # before the model is loaded
-        loaded = load(chosen)  # a model that cannot be loaded leaves no run folder behind
-        ranks, output_dir = join(chosen), Path(chosen.output_dir)
-        run = ranks.from_first(lambda: RunFolder.create(output_dir, name, chosen, record, at=folder))
-        if not run.has_begun:
-            raise NotFoundError(
-                f"{run.path.absolute()}, which rank 0 has made, is not there on this machine; give an output_dir that "
-                "all machines share"
-            )
-    on_folder(run)
-
-    def train() -> Outcome:
-        from palestra.train.run import Run
-
-        with watching() as watcher, asyncio.Runner() as runner, listed_early(run.path, resumed, watcher.ends_at_start):
-            parts: dict[str, Any] = {"watcher": watcher, "loaded": loaded, "resume": resumed, "objective": objective}
-            built = Run.build(chosen, task(chosen), run, runner=runner, **parts)
-            with hidden_progress_bars():
-                return built.train()
-
-    return run, outside_event_loop(train)

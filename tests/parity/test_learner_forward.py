@@ -253,14 +253,14 @@ def test_prompts_of_many_lengths_give_the_plain_gradients_in_few_calls(
     family: str, min_root: int, in_double: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    compute = tree_recurrence._Rows.compute
+    compute = tree_recurrence.RecurrentLayer.__call__
 
-    def counted(rows: Any, layer: Any, *arguments: Any) -> Tensor:
+    def counted(layer: Any, *arguments: Any) -> Tensor:
         calls.append(layer.number)
-        return compute(rows, layer, *arguments)
+        return compute(layer, *arguments)
 
     samples = begin_alike(groups(tuple((length, (3, 3)) for length in (60, 61, 64, 68, 73, 77, 80, 87))))
-    monkeypatch.setattr(tree_recurrence._Rows, "compute", counted)
+    monkeypatch.setattr(tree_recurrence.RecurrentLayer, "__call__", counted)
     assert worst_gradient(in_double(family), samples, meddle=calls.clear, min_root=min_root) < 1e-9
     of_prompts = 8 if family == "kimi_linear" else 2  # whose rule has no stand-in that knows of padding
     assert calls.count(0) == (min_root > 0) + of_prompts + 1

@@ -24,8 +24,7 @@ MAX_RECOMPUTED_COLUMNS = 256  # a product over fewer, as those of adapters' rank
 COSTLY = {  # in addition to products
     "bitsandbytes.gemm_4bit.default",
     "palestra.tree_attention.default",
-    "palestra.masked_trees.default",
-    "palestra.recurrent_layer.default",
+    "palestra.walk_trees.default",
 }
 # What traced layers hold of ours, and the compiler's cache does not look into: the rule of what is kept, and attention.
 TRACED_FILES = [Path(__file__), Path(__file__).with_name("tree_attention_cuda.py")]
@@ -181,6 +180,8 @@ def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
 # know objects by a number in a tensor, so that another object is no reason to compile again. The gradient comes from
 # autograd, which computes the operation again in the backward pass.
 
+# By name: (objects' numbers, constants of the layer) -> the code, a function of tensors, and trained weights in it.
+WALKS: dict[str, Callable[[list[Tensor], list[float]], tuple[Callable[..., Tensor], Sequence[Tensor]]]] = {}
 # Dispatch keys that an operation's own code does not pass through, and autograd needs.
 AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView")
 
@@ -215,3 +216,50 @@ def gradients(
         results = torch.autograd.grad(compute(*own), [*own, *weights], grad, allow_unused=True)
     pairs = zip(results, (*inputs, *weights), strict=True)
     return [torch.zeros_like(x) if g is None else g for g, x in pairs]
+
+
+@torch.library.custom_op("palestra::walk_trees", mutates_args=())
+def walk_trees(
+    name: str, inputs: list[Tensor], weights: list[Tensor], handles: list[Tensor], constants: list[float]
+) -> Tensor:
+    """[T, ...] what the code of this name makes of its inputs, as wide as the third of them, or the last.
+
+    `weights` are those in the code that are trained: autograd sees the operation's arguments alone.
+    """
+    compute, _ = WALKS[name](handles, constants)
+    return compute(*inputs).to(inputs[0].dtype)
+
+
+@walk_trees.register_fake
+def _(name: str, inputs: list[Tensor], *_: Any) -> Tensor:
+    return inputs[0].new_empty(*inputs[0].shape[:-1], inputs[:3][-1].shape[-1])
+
+
+@torch.library.custom_op("palestra::walk_trees_backward", mutates_args=())
+def _backward(
+    grad: Tensor, name: str, inputs: list[Tensor], weights: list[Tensor], handles: list[Tensor], constants: list[float]
+) -> list[Tensor]:
+    compute, own = WALKS[name](handles, constants)
+    return [x.contiguous() for x in gradients(compute, inputs, own, grad)]
+
+
+@_backward.register_fake
+def _(grad: Tensor, name: str, inputs: list[Tensor], weights: list[Tensor], *_: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (*inputs, *weights)]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.name, *lists, ctx.constants = inputs
+    ctx.sizes = [len(tensors) for tensors in lists]
+    ctx.save_for_backward(*(x for tensors in lists for x in tensors))
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    saved = iter(ctx.saved_tensors)
+    inputs, weights, handles = ([next(saved) for _ in range(size)] for size in ctx.sizes)
+    found = torch.ops.palestra.walk_trees_backward(grad, ctx.name, inputs, weights, handles, ctx.constants)
+    constants: Any = None if ctx.constants else []  # torch takes an empty list for one of tensors
+    return None, found[: len(inputs)], found[len(inputs) :], [None] * len(handles), constants
+
+
+walk_trees.register_autograd(_differentiate, setup_context=_remember)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,9 +20,10 @@ from palestra.algo.batching import Tree
 from palestra.core.errors import UnsupportedModel
 from palestra.engine.attention import attention_chunk, query_scales, scales_queries
 from palestra.engine.recurrent import RecurrentLayer
-from palestra.learner.patches import ModulePatches, Registry, gradients
+from palestra.learner.patches import WALKS, ModulePatches, Registry
 from palestra.learner.shapes import Shapes
 from palestra.learner.tree_attention_cuda import HALF, Bounds, flash_trees
+from palestra.learner.tree_runs import Run, Runs, of_about_one_length, runs_of
 
 NAME = "palestra_trees"
 MAX_REPEATS = 4
@@ -55,7 +54,7 @@ class Layout:
         if device.type == "cuda":  # copied to the device now, so that no pass waits for it
             self.bounds = Bounds(trees, device, shapes, root)
         self._masks: dict[tuple[int, int, Reach], Tensor] = {}
-        self._spread: dict[int, tuple[Tensor, Tensor]] = {}
+        self._spread: dict[int, Runs] = {}
         self.recurrent: Sequence[RecurrentLayer] = ()
         self.runs: Any = None  # of recurrent layers, made by the first of them
         self.flash_windows = True  # whether flash attention computes windows and sinks, too
@@ -103,16 +102,11 @@ class Layout:
             self._masks[key] = visible
         return self._masks[key]
 
-    def spread(self, tree: Tree) -> tuple[Tensor, Tensor]:
-        """[G·C] packed place of each padded completion token, and which of the G·C are real."""
+    def spread(self, tree: Tree) -> Runs:
+        """The completions of a tree, padded."""
         if tree.start not in self._spread:
-            lengths = torch.tensor(tree.completion_lengths)
-            first = tree.start + tree.prompt_length + lengths.cumsum(0) - lengths
-            step = torch.arange(int(lengths.max()))
-            real = (step < lengths[:, None]).flatten()
-            # Padding repeats the completion's first token: later than every real one, so never seen.
-            places = (first[:, None] + step * (step < lengths[:, None])).flatten()
-            self._spread[tree.start] = (places.to(self.device), real.nonzero().flatten().to(self.device))
+            runs = runs_of(tree)
+            self._spread[tree.start] = Runs.of(runs[1:] if tree.prompt_length else runs, self.device)
         return self._spread[tree.start]
 
 
@@ -152,9 +146,9 @@ def tree_attention(
         k, v = (repeated(x, q.shape[1]) for x in (k, v))
         out = flash_trees(q, k, v, layout.bounds, scale, s_aux, window)
     elif torch.compiler.is_compiling():
-        limits = 0 if sliding_window is None else sliding_window, 0 if chunk is None else chunk
         sinks = [] if s_aux is None else [s_aux]
-        out = torch.ops.palestra.masked_trees(q, k, v, sinks, layout.handle, scaling, softcap, *limits)
+        constants = [float(value or 0) for value in (scaling, softcap, sliding_window, chunk)]
+        out = torch.ops.palestra.walk_trees("attention", [q, k, v, *sinks], [], [layout.handle], constants)
     elif is_plain and q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:  # as the fused kernel needs it
         out = cpu_trees(q, k, v, layout.trees, scale, layout.root)
     else:
@@ -185,70 +179,19 @@ def masked_trees(q: Tensor, k: Tensor, v: Tensor, layout: Layout, reach: Reach, 
     return layout.reorder(torch.cat(outputs))
 
 
-def _masked(
-    layout: Tensor, scale: float | None, softcap: float | None, window: int, chunk: int
-) -> Callable[..., Tensor]:
-    """`masked_trees` as a function of queries, keys, values and sinks. A window or chunk of 0 is none."""
-    reach = Reach(window or None, chunk or None)
+def _masked(handles: list[Tensor], constants: list[float]) -> tuple[Callable[..., Tensor], tuple[()]]:
+    """`masked_trees` as a function of queries, keys, values and sinks. A constant of 0 is none."""
+    scale, softcap, window, chunk = (value or None for value in constants)
+    reach = Reach(window and int(window), chunk and int(chunk))
 
     def compute(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         extra = {"scale": scale, "softcap": softcap, "sinks": sinks[0] if sinks else None}
-        return masked_trees(q, k, v, LAYOUTS[layout], reach, extra)
+        return masked_trees(q, k, v, LAYOUTS[handles[0]], reach, extra)
 
-    return compute
-
-
-@torch.library.custom_op("palestra::masked_trees", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: list[Tensor],
-    layout: Tensor,
-    scale: float | None,
-    softcap: float | None,
-    window: int,
-    chunk: int,
-) -> Tensor:
-    return _masked(layout, scale, softcap, window, chunk)(q, k, v, *sinks)
+    return compute, ()
 
 
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return q.new_empty(*q.shape[:2], v.shape[2])
-
-
-@torch.library.custom_op("palestra::masked_trees_backward", mutates_args=())
-def _backward(
-    grad: Tensor,
-    inputs: list[Tensor],
-    layout: Tensor,
-    scale: float | None,
-    softcap: float | None,
-    window: int,
-    chunk: int,
-) -> list[Tensor]:
-    found = gradients(_masked(layout, scale, softcap, window, chunk), inputs, [], grad)
-    return [x.contiguous() for x in found]
-
-
-@_backward.register_fake
-def _(grad: Tensor, inputs: list[Tensor], *_: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in inputs]
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, v, sinks, layout, *ctx.rule = inputs
-    ctx.save_for_backward(layout, q, k, v, *sinks)
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    layout, *inputs = ctx.saved_tensors
-    q, k, v, *sinks = torch.ops.palestra.masked_trees_backward(grad, inputs, layout, *ctx.rule)
-    return q, k, v, sinks, None, *(None for _ in ctx.rule)
-
-
-_forward.register_autograd(_differentiate, setup_context=_remember)
+WALKS["attention"] = _masked
 
 
 def _attend_tree(
@@ -270,13 +213,13 @@ def _attend_tree(
         own = slice(middle, middle + tree.completion_lengths[0])
         q_own, k_own, v_own = (x[own][None] for x in (q, k, v))
     else:
-        places, real = layout.spread(tree)
-        q_own, k_own, v_own = (x.index_select(0, places).unflatten(0, (siblings, -1)) for x in (q, k, v))
+        runs = layout.spread(tree)
+        q_own, k_own, v_own = (runs.rows(x) for x in (q, k, v))
     if len(k_past):
         k_own = torch.cat([k_past.expand(siblings, -1, -1, -1), k_own], dim=1)
         v_own = torch.cat([v_past.expand(siblings, -1, -1, -1), v_own], dim=1)
     out = _attend(q_own, k_own, v_own, layout.mask(q_own.shape[1], k_own.shape[1], reach), **extra)
-    yield out[0] if siblings == 1 else out.flatten(0, 1).index_select(0, real)
+    yield out[0] if siblings == 1 else runs.flat(out)
 
 
 def _attend(
@@ -334,9 +277,9 @@ class _TreeAttention(torch.autograd.Function):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         total = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))  # log-sum-exp
         for runs in _batches(trees, root):
-            own_out, own_total = _flash(runs.pad(q), runs.pad(k), runs.pad(v), 0.0, True, scale=scale)
-            runs.unpad(own_out, out)
-            runs.unpad(own_total, total)
+            own_out, own_total = _flash(_pad(runs, q), _pad(runs, k), _pad(runs, v), 0.0, True, scale=scale)
+            _unpad(runs, own_out, out)
+            _unpad(runs, own_total, total)
         for prompt, own in _shared(trees, root):
             queries, keys, values = _batch(q[own]), _batch(k[prompt]), _batch(v[prompt])
             half, half_total = _flash(queries, keys, values, 0.0, False, scale=scale)
@@ -353,10 +296,9 @@ class _TreeAttention(torch.autograd.Function):
         grad = grads[0].contiguous()
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for runs in _batches(ctx.trees, ctx.root):
-            queries, keys, values = runs.pad(q), runs.pad(k), runs.pad(v)
-            inputs = runs.pad(grad, zeros=True), queries, keys, values, runs.pad(out), runs.pad(total)
+            inputs = _pad(runs, grad, zeros=True), *(_pad(runs, x) for x in (q, k, v, out, total))
             for whole, part in zip((dq, dk, dv), _flash_backward(*inputs, 0.0, True, scale=ctx.scale), strict=True):
-                runs.unpad(part, whole)
+                _unpad(runs, part, whole)
         for prompt, own in _shared(ctx.trees, ctx.root):
             keys, values = _batch(k[prompt]), _batch(v[prompt])
             inputs = _batch(grad[own]), _batch(q[own]), keys, values, _batch(out[own]), _batch(total[own])
@@ -367,58 +309,26 @@ class _TreeAttention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """Root, prompts and completions of similar length, each with its own causal attention."""
+def _pad(runs: Runs, x: Tensor, zeros: bool = False) -> Tensor:
+    """[T, H, ...] -> [rows, H, n, ...]; `zeros`: in place of the padding."""
+    return runs.rows(x, zeros=zeros).transpose(1, 2)
 
-    rows: int
-    places: Tensor  # [rows * n] the token at each place; padding repeats a run's last
-    padding: Tensor | None  # which places hold none
-    real: Tensor | None  # which do
-    tokens: Tensor  # [tokens] what they hold
 
-    def pad(self, x: Tensor, zeros: bool = False) -> Tensor:
-        """[T, H, ...] -> [rows, H, n, ...]; `zeros`: in place of the padding."""
-        padded = x.index_select(0, self.places)
-        if zeros and self.padding is not None:
-            padded.index_fill_(0, self.padding, 0.0)
-        return _batch(padded, self.rows)
-
-    def unpad(self, x: Tensor, whole: Tensor) -> None:
-        """The reverse, into `whole`."""
-        flat = x.transpose(1, 2).flatten(0, 1)
-        whole.index_copy_(0, self.tokens, flat if self.real is None else flat.index_select(0, self.real))
+def _unpad(runs: Runs, x: Tensor, whole: Tensor) -> None:
+    """The reverse, into `whole`."""
+    whole.index_copy_(0, runs.tokens, runs.flat(x.transpose(1, 2)))
 
 
 @lru_cache(maxsize=2)  # every layer asks for the same, forward and backward
-def _batches(trees: tuple[Tree, ...], root: int) -> list[_Runs]:
-    """All runs, those of about one length together."""
-    each = [root]
-    for tree in trees:
-        each += [tree.prompt_length, *tree.completion_lengths]
-    lengths = np.array(each)
-    lengths = lengths[lengths > 0]
-    starts = lengths.cumsum() - lengths
-    order = lengths.argsort(kind="stable")
-    batches, first = [], 0
-    for i in range(1, len(order) + 1):
-        if i < len(order) and lengths[order[i]] <= MAX_PADDING * lengths[order[first]]:
-            continue
-        chosen, first = order[first:i], i
-        own, step = lengths[chosen, None], np.arange(lengths[chosen].max())
-        places = torch.from_numpy((starts[chosen, None] + np.minimum(step, own - 1)).reshape(-1))
-        is_real = (step < own).reshape(-1)
-        if is_real.all():
-            batches.append(_Runs(len(chosen), places, None, None, places))
-        else:
-            real, padding = torch.from_numpy(np.flatnonzero(is_real)), torch.from_numpy(np.flatnonzero(~is_real))
-            batches.append(_Runs(len(chosen), places, padding, real, places[real]))
-    return batches
+def _batches(trees: tuple[Tree, ...], root: int) -> list[Runs]:
+    """Root, prompts and completions, each with its own causal attention; those of about one length together."""
+    runs = [*([Run(0, root)] if root else []), *(run for tree in trees for run in runs_of(tree))]
+    return [Runs.of(batch, torch.device("cpu")) for batch in of_about_one_length(runs, MAX_PADDING)]
 
 
-def _batch(x: Tensor, rows: int = 1) -> Tensor:
-    """[rows * n, H, ...] -> [rows, H, n, ...]."""
-    return x.unflatten(0, (rows, -1)).transpose(1, 2)
+def _batch(x: Tensor) -> Tensor:
+    """[n, H, ...] -> [1, H, n, ...]."""
+    return x[None].transpose(1, 2)
 
 
 def _shared(trees: tuple[Tree, ...], root: int) -> Iterator[tuple[slice, slice]]:

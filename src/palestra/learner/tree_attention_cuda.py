@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ from palestra.core.machine import in_one_order, to_device
 from palestra.core.types import Array
 from palestra.learner.patches import Registry
 from palestra.learner.shapes import NO_PADDING, Lengths, Shapes
+from palestra.learner.tree_runs import Run, runs_of
 
 HALF = (torch.bfloat16, torch.float16)
 Half = tuple[Tensor, Tensor, int, int, bool, int]  # query bounds, key bounds, the longest of each, causal, window or 0
@@ -55,11 +56,11 @@ class Bounds:
         self, trees: tuple[Tree, ...], device: torch.device, shapes: Shapes | None = None, root: int = 0
     ) -> None:
         shared = [tree for tree in trees if tree.is_shared]
-        prompts = [(tree.start, tree.prompt_length) for tree in shared]
-        completions = [run for tree in shared for run in _runs(tree)[1:]]
-        others = [run for tree in trees if not tree.is_shared for run in _runs(tree)]
-        runs_of_sections = [(0, root)] if root else [], prompts, completions, others
-        sections = [[n for _, n in runs] for runs in runs_of_sections]
+        prompts = [Run(tree.start, tree.prompt_length) for tree in shared]
+        completions = [run for tree in shared for run in runs_of(tree)[1:]]
+        others = [run for tree in trees if not tree.is_shared for run in runs_of(tree)]
+        runs_of_sections = [Run(0, root)] if root else [], prompts, completions, others
+        sections = [[run.length for run in runs] for runs in runs_of_sections]
         siblings = [sum(tree.completion_lengths) for tree in shared]
         lengths = Lengths(sections[1], sections[2], siblings, sections[3], root)
         fitted = None if shapes is None else shapes.fit(lengths)
@@ -317,12 +318,6 @@ def _bounds(lengths: list[int]) -> Array:
     return np.cumsum([0, *lengths], dtype=np.int32)
 
 
-def _runs(tree: Tree) -> list[tuple[int, int]]:
-    """(start, length) of the prompt, if there is one, and of each completion."""
-    lengths = [n for n in (tree.prompt_length, *tree.completion_lengths) if n]
-    return list(zip(accumulate(lengths, initial=tree.start), lengths, strict=False))
-
-
 def _before(trees: Sequence[Tree], root: int, place: Array) -> list[list[tuple[int, int]]]:
     """The places (first, end) of what comes before each run: the root, then its prompt."""
 
@@ -336,15 +331,15 @@ def _before(trees: Sequence[Tree], root: int, place: Array) -> list[list[tuple[i
     completions = [
         at_root + of(tree.start, tree.prompt_length) for tree in shared for length in tree.completion_lengths if length
     ]
-    others = [at_root for tree in trees if not tree.is_shared for _ in _runs(tree)]
+    others = [at_root for tree in trees if not tree.is_shared for _ in runs_of(tree)]
     return [*first, *prompts, *completions, *others]
 
 
-def _order(sections: Sequence[Sequence[tuple[int, int]]], padding: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+def _order(sections: Sequence[Sequence[Run]], padding: Sequence[Sequence[int]]) -> tuple[Array, Array]:
     """(which token comes at each place, the reverse); padding repeats the first token."""
     parts: list[Any] = []
     for runs, more in zip(sections, padding, strict=True):
-        starts, lengths = np.array(runs, np.int64).reshape(-1, 2).T
+        starts, lengths, _ = np.array(runs, np.int64).reshape(-1, 3).T
         parts += [ragged_arange(starts, lengths), [-1] * sum(more)]
     order = np.concatenate(parts).astype(np.int64)
     real = (order >= 0).nonzero()[0]
