@@ -21,10 +21,10 @@ from palestra.envs.env import EnvConfig
 from palestra.envs.load import env_class
 from palestra.extras.adapters.by_name import BY_NAME
 from palestra.extras.agent_tools import RlTools, config_fields, mcp_server
+from palestra.extras.agent_tools.clients import Clients
 from palestra.extras.agent_tools.config_fields import EnvDescription
 from palestra.extras.agent_tools.endpoints import Candidate, Relay
 from palestra.extras.agent_tools.locks import RequestLimits, Site, locked_settings
-from palestra.extras.agent_tools.session import Clients
 from palestra.runs.index import TooManyRuns
 from palestra.runs.manager import RunManager, RunRequest
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from palestra.agents.tools.tool import Tool, function_tool
 from palestra.core.errors import MissingPackageError
@@ -20,12 +20,10 @@ from palestra.evals.findings import recorded_findings
 from palestra.extras.agent_tools.answers import Refusal, page, require_page, short
 from palestra.extras.agent_tools.config_fields import TRACKING_NAME, Progress, describe
 from palestra.extras.agent_tools.inference import InferenceTest
+from palestra.extras.agent_tools.session import Session
 from palestra.runs.index import PARTS
 from palestra.runs.manager import Run
 from palestra.runs.tracking.services import needs_wandb_key
-
-if TYPE_CHECKING:
-    from palestra.extras.agent_tools.session import RlTools
 
 Data = Mapping[str, Any]
 JsonValue = str | int | float | bool | list[Any] | dict[str, Any] | None
@@ -44,7 +42,7 @@ _STOP_WAIT_S = 60.0
 class Call:
     """One call of a tool: its session, where its progress is reported, and whether it was cancelled."""
 
-    tools: RlTools
+    tools: Session
     progress: Progress
     cancelled: threading.Event
 
