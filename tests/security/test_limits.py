@@ -279,6 +279,13 @@ def test_an_unlocked_address_gets_no_key_of_the_server(agent, monkeypatch):
     assert "run_id" in tools.rl_start_training()
 
 
+def test_an_unlocked_endpoint_of_an_agent_gets_no_key_of_the_server(agent, monkeypatch):
+    monkeypatch.setenv("PALESTRA_ROLE_KEY_CRITIC", "role-server-secret-77777777")
+    tools = agent(Site(unlock=["agent.roles"]))
+    assert "error" not in tools.rl_edit_config("agent.roles", {"critic": "http://127.0.0.1:18666/v1"})
+    assert "PALESTRA_ROLE_KEY_CRITIC" in tools.rl_start_training()["error"]
+
+
 def test_a_lock_that_has_no_effect_is_not_shown(agent):
     """The profile `tinker` lists a limit of the local trainer's memory, which a Tinker server does not read."""
     tools = agent(Site(profile="tinker"))

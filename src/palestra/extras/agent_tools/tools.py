@@ -13,7 +13,6 @@ from types import MethodType
 from typing import Any, Literal
 
 from palestra.agents.tools.tool import Tool, function_tool
-from palestra.core.errors import MissingPackageError
 from palestra.core.run_folder import RunFolder
 from palestra.envs.discover import discover
 from palestra.evals.findings import recorded_findings
@@ -132,8 +131,6 @@ def rl_edit_config(call: Call, field: str, value: JsonValue) -> Data:
 def rl_start_training(call: Call) -> Data:
     """Start a training on the selected environment with the current settings. It goes on when you disconnect."""
     tools, pending = call.tools, call.tools.pending
-    if not check_rl_python_version():
-        raise MissingPackageError("Palestra needs Python 3.11 or newer; start this server with one")
     trackers = {*pending.value("track.report_to"), *(["wandb"] if pending.env_settings().get("use_wandb") else [])}
     missing = get_missing_keys(pending.site.profile, trackers)
     if missing:

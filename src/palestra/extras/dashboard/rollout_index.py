@@ -94,7 +94,7 @@ class RolloutIndex:
                 path = self.source(kind)
                 if not path.is_file():
                     continue
-                position = _position(db, kind)
+                position = _source(db, kind)[1]
                 with path.open("rb") as file:  # only read: a transaction would wait for the disk
                     ended = os.fstat(file.fileno()).st_size == position and _is_unchanged(db, kind, file)
                 while not ended and (until is None or time.monotonic() < until):
@@ -217,9 +217,8 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 def _is_unchanged(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> bool:
     """Whether the indexed lines are still where they were."""
-    source = db.execute("SELECT * FROM sources WHERE kind = ?", (kind,)).fetchone()
-    stat, last = os.fstat(file.fileno()), _last_row(db, kind)
-    same = source is not None and stat.st_ino == source["inode"] and stat.st_size >= source["position"]
+    (inode, position), stat, last = _source(db, kind), os.fstat(file.fileno()), _last_row(db, kind)
+    same = stat.st_ino == inode and stat.st_size >= position
     return same and (last is None or zlib.crc32(_read(file, last)) == last["checksum"])
 
 
@@ -227,7 +226,7 @@ def _checked_position(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> int
     """Where new lines begin. Lines that are no longer where they were (a resumed run drops the records of steps that
     it does again) are forgotten; those before them stay."""
     if _is_unchanged(db, kind, file):
-        return _position(db, kind)
+        return _source(db, kind)[1]
     ids = [row[0] for row in db.execute("SELECT id FROM rollouts WHERE kind = ? ORDER BY id", (kind,))]
     low, high = 0, len(ids)  # the first `low` are there, those from `high` on are not
     while low < high:
@@ -249,9 +248,10 @@ def _last_row(db: sqlite3.Connection, kind: str) -> sqlite3.Row | None:
     return row
 
 
-def _position(db: sqlite3.Connection, kind: str) -> int:
-    row = db.execute("SELECT position FROM sources WHERE kind = ?", (kind,)).fetchone()
-    return int(row[0]) if row else 0
+def _source(db: sqlite3.Connection, kind: str) -> tuple[int, int]:
+    """The file's inode, and how much of it is indexed."""
+    row = db.execute("SELECT inode, position FROM sources WHERE kind = ?", (kind,)).fetchone()
+    return (row["inode"], row["position"]) if row else (0, 0)
 
 
 def _read(file: IO[bytes], row: sqlite3.Row) -> bytes:
