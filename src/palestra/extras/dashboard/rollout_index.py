@@ -39,7 +39,8 @@ CREATE TABLE rollouts (
     token_start INTEGER NOT NULL,
     tokens INTEGER NOT NULL, sampled_tokens INTEGER NOT NULL, turns INTEGER NOT NULL, tool_calls INTEGER NOT NULL,
     tools TEXT NOT NULL, reward REAL NOT NULL, advantage REAL, passed INTEGER NOT NULL, stop TEXT NOT NULL, error TEXT,
-    seconds REAL NOT NULL, scores TEXT NOT NULL, question TEXT NOT NULL, answer TEXT NOT NULL, sibling INTEGER NOT NULL
+    seconds REAL NOT NULL, scores TEXT NOT NULL, question TEXT NOT NULL, answer TEXT NOT NULL, sibling INTEGER NOT NULL,
+    group_number INTEGER
 );
 CREATE INDEX by_step ON rollouts (kind, step, id);
 CREATE INDEX by_reward ON rollouts (kind, reward, id);
@@ -143,11 +144,7 @@ class RolloutIndex:
         return position, ended
 
     def _add_lines(self, db: sqlite3.Connection, kind: str, file: IO[bytes], position: int) -> tuple[int, bool]:
-        last = _last_row(db, kind)
-        previous: dict[str, Any] | None = None
-        if last is not None:  # the number of its group is in its line alone
-            previous = dict(last) | {"group_number": (parse(_read(file, last)) or {}).get("group")}
-            file.seek(position)
+        previous: Any = _last_row(db, kind)
         (next_id,) = db.execute("SELECT next_id FROM counter").fetchone()
         rows: list[dict[str, Any]] = []
         texts: list[tuple[int, str]] = []
@@ -172,9 +169,8 @@ class RolloutIndex:
                 ended = False
                 break
         if rows:
-            names = [name for name in rows[0] if name != "group_number"]
-            values = ", ".join(f":{name}" for name in names)
-            db.executemany(f"INSERT INTO rollouts ({', '.join(names)}) VALUES ({values})", rows)
+            values = ", ".join(f":{name}" for name in rows[0])
+            db.executemany(f"INSERT INTO rollouts ({', '.join(rows[0])}) VALUES ({values})", rows)
         db.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", texts)
         db.execute("UPDATE counter SET next_id = ?", (next_id,))
         if kind == "train":
@@ -259,7 +255,7 @@ def _read(file: IO[bytes], row: sqlite3.Row) -> bytes:
     return file.read(row["length"])
 
 
-def _place(row: dict[str, Any], record: dict[str, Any], previous: dict[str, Any] | None) -> dict[str, Any]:
+def _place(row: dict[str, Any], record: dict[str, Any], previous: Any) -> dict[str, Any]:
     """The number of its group, its place in the group, and where its tokens begin among those of its step.
 
     A group's rollouts lie one after the other; newer files number the groups of a step.
@@ -268,7 +264,7 @@ def _place(row: dict[str, Any], record: dict[str, Any], previous: dict[str, Any]
     if previous is None or previous["step"] != row["step"]:
         return first
     place = first | {"token_start": previous["token_start"] + previous["tokens"]}
-    numbers = (previous.get("group_number"), record.get("group"))
+    numbers = (previous["group_number"], record.get("group"))
     if previous["problem_id"] != row["problem_id"] or not (None in numbers or numbers[0] == numbers[1]):
         return place
     return place | {"group_id": previous["group_id"], "sibling": previous["sibling"] + 1}
