@@ -13,8 +13,8 @@ from mcp import Client
 from starlette.testclient import TestClient
 
 from palestra.extras.agent_tools import TOOL_NAMES, RlTools, mcp_server
+from palestra.extras.agent_tools.clients import Clients
 from palestra.extras.agent_tools.locks import RequestLimits, Site
-from palestra.extras.agent_tools.session import Clients
 from palestra.runs.manager import RunManager
 
 sys.path.insert(0, str(Path(__file__).parent))

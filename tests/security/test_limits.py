@@ -21,10 +21,10 @@ from palestra.envs.env import EnvConfig
 from palestra.envs.load import env_class
 from palestra.extras.adapters.by_name import BY_NAME
 from palestra.extras.agent_tools import RlTools, config_fields, mcp_server
+from palestra.extras.agent_tools.clients import Clients
 from palestra.extras.agent_tools.config_fields import EnvDescription
 from palestra.extras.agent_tools.endpoints import Candidate, Relay
 from palestra.extras.agent_tools.locks import RequestLimits, Site, locked_settings
-from palestra.extras.agent_tools.session import Clients
 from palestra.runs.index import TooManyRuns
 from palestra.runs.manager import RunManager, RunRequest
 
@@ -277,6 +277,13 @@ def test_an_unlocked_address_gets_no_key_of_the_server(agent, monkeypatch):
     assert "TINKER_API_KEY" in tools.rl_start_training()["error"]
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:18666")
     assert "run_id" in tools.rl_start_training()
+
+
+def test_an_unlocked_endpoint_of_an_agent_gets_no_key_of_the_server(agent, monkeypatch):
+    monkeypatch.setenv("PALESTRA_ROLE_KEY_CRITIC", "role-server-secret-77777777")
+    tools = agent(Site(unlock=["agent.roles"]))
+    assert "error" not in tools.rl_edit_config("agent.roles", {"critic": "http://127.0.0.1:18666/v1"})
+    assert "PALESTRA_ROLE_KEY_CRITIC" in tools.rl_start_training()["error"]
 
 
 def test_a_lock_that_has_no_effect_is_not_shown(agent):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from palestra.extras.agent_tools import RlTools, mcp_server
-from palestra.extras.agent_tools.session import MAX_SESSIONS
+from palestra.extras.agent_tools.clients import MAX_SESSIONS
 from palestra.extras.atropos import server, task
 from palestra.extras.atropos.protocol import MAX_VALUE
 from palestra.models.chat.encode import RENDER_S

@@ -19,8 +19,8 @@ from starlette.routing import Route
 
 from palestra.core.errors import SettingError
 from palestra.extras.agent_tools import RlTools, mcp_server
+from palestra.extras.agent_tools.clients import Clients
 from palestra.extras.agent_tools.locks import Site
-from palestra.extras.agent_tools.session import Clients
 from palestra.extras.atropos.protocol import ScoredGroup
 from palestra.extras.atropos.server import trajectory_app
 from palestra.runs.manager import RunManager

@@ -12,10 +12,10 @@ from starlette.testclient import TestClient
 import palestra.extras.agent_tools.commands as tools_command
 import palestra.extras.dashboard.command as dashboard_command
 from palestra.cli import main
+from palestra.extras.agent_tools.clients import Clients, RlTools
 from palestra.extras.agent_tools.launcher import FormLauncher
 from palestra.extras.agent_tools.locks import Site
 from palestra.extras.agent_tools.mcp_server import http_app
-from palestra.extras.agent_tools.session import Clients, RlTools
 from palestra.extras.dashboard.app import STATIC
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.manager import RunManager

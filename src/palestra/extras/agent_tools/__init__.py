@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from palestra.extras.agent_tools.answers import Answer
-from palestra.extras.agent_tools.session import RlTools, tool_function
+from palestra.extras.agent_tools.clients import RlTools, tool_function
 from palestra.extras.agent_tools.tools import TOOLS, check_rl_api_keys, check_rl_python_version, get_missing_keys
 
 TOOL_NAMES = tuple(TOOLS)

@@ -19,9 +19,9 @@ from palestra.cli.settings import show
 from palestra.core.errors import needs_extra
 from palestra.core.extras import is_installed, provided
 from palestra.extras.agent_tools import RlTools, tool_schemas
+from palestra.extras.agent_tools.clients import Clients
 from palestra.extras.agent_tools.launcher import FormLauncher
 from palestra.extras.agent_tools.locks import SITE_FILE, SITE_VARIABLE, load_site, locks_of
-from palestra.extras.agent_tools.session import Clients
 from palestra.runs.manager import RunManager
 
 

@@ -26,8 +26,7 @@ from palestra.extras.agent_tools.locks import RequestLimits, type_name
 
 Progress = Callable[[float, float, str], None]  # done, total, what is being done
 TRACKING_NAME = "wandb_name"
-RUN_SEED = "run.seed"  # an environment has a seed of its own
-_RENAMED = {"track.run_name": TRACKING_NAME, "seed": RUN_SEED}
+_RENAMED = {"track.run_name": TRACKING_NAME, "seed": "run.seed"}  # an environment has a seed of its own
 _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}  # in any case -> JSON
 _DESCRIBED_AT_ONCE = threading.BoundedSemaphore(4)  # each starts a process
 _DESCRIBE_WAIT_S = 60.0

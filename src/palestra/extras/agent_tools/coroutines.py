@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any
 
 import palestra.extras.agent_tools as rl_tools
-from palestra.extras.agent_tools.session import call_in_thread, tool_function
+from palestra.extras.agent_tools.clients import call_in_thread, tool_function
 
 
 def __getattr__(name: str) -> Callable[..., Coroutine[Any, Any, str]]:

@@ -176,30 +176,22 @@ def _describe_agent(found: DiscoveredEnv) -> EnvDescription:
 
 def _listed(env: DiscoveredEnv) -> dict[str, Any]:
     return {
-        "name": env.name,
-        "description": env.description,
+        **{name: getattr(env, name) for name in ("name", "description", "origin", "dialect")},
         "file": str(env.file_path),
-        "origin": env.origin,
-        "dialect": env.dialect,
         "family": env.name.partition("/")[0] if env.preset else None,
     }
 
 
 def _field(field: ConfigField, draft: PendingRunConfig) -> dict[str, Any]:
-    schema = field.schema
-    choices = schema.get("enum")
-    options = schema.get("anyOf") or [schema]
+    choices, options = field.schema.get("enum"), field.schema.get("anyOf") or [field.schema]
     types = [option.get("type") for option in options if option.get("type") != "null"]
     kind = "choice" if choices else _KINDS.get(types[0], "json") if len(types) == 1 else "json"
     is_own = field.setting is None
     return {
-        "name": field.name,
+        **{name: getattr(field, name) for name in ("name", "type", "default", "description")},
         "section": "env" if is_own else (field.setting or "").rpartition(".")[0] or "run",
-        "type": field.type,
         "kind": kind,
-        "default": field.default,
         "value": draft.value(field.name),
-        "description": field.description,
         "choices": choices,
         "maximum": draft.site.maximums.get(field.key or ""),
         "common": is_own or field.name in _COMMON,

@@ -30,7 +30,7 @@ from palestra.core.errors import NotFoundError, PalestraError, StateError, did_y
 from palestra.core.files import last_lines, parse_row
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
-from palestra.extras.agent_tools.session import MAX_SESSIONS, Clients, RlTools, call_in_thread
+from palestra.extras.agent_tools.clients import MAX_SESSIONS, Clients, RlTools, call_in_thread
 from palestra.extras.agent_tools.tools import EFFECTS, TOOLS
 from palestra.servers.body import MIB, read_body
 from palestra.servers.web import Guard, refusal, refuse, while_connected

@@ -10,22 +10,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from palestra.agents.tools.tool import Tool, function_tool
-from palestra.core.errors import MissingPackageError
 from palestra.core.run_folder import RunFolder
 from palestra.envs.discover import discover
 from palestra.evals.findings import recorded_findings
 from palestra.extras.agent_tools.answers import Refusal, page, require_page, short
 from palestra.extras.agent_tools.config_fields import TRACKING_NAME, Progress, describe
 from palestra.extras.agent_tools.inference import InferenceTest
+from palestra.extras.agent_tools.session import Session
 from palestra.runs.index import PARTS
 from palestra.runs.manager import Run
 from palestra.runs.tracking import needs_wandb_key
-
-if TYPE_CHECKING:
-    from palestra.extras.agent_tools.session import RlTools
 
 Data = Mapping[str, Any]
 JsonValue = str | int | float | bool | list[Any] | dict[str, Any] | None
@@ -44,7 +41,7 @@ _STOP_WAIT_S = 60.0
 class Call:
     """One call of a tool: its session, where its progress is reported, and whether it was cancelled."""
 
-    tools: RlTools
+    tools: Session
     progress: Progress
     cancelled: threading.Event
 
@@ -134,8 +131,6 @@ def rl_edit_config(call: Call, field: str, value: JsonValue) -> Data:
 def rl_start_training(call: Call) -> Data:
     """Start a training on the selected environment with the current settings. It goes on when you disconnect."""
     tools, pending = call.tools, call.tools.pending
-    if not check_rl_python_version():
-        raise MissingPackageError("Palestra needs Python 3.11 or newer; start this server with one")
     trackers = {*pending.value("track.report_to"), *(["wandb"] if pending.env_settings().get("use_wandb") else [])}
     missing = get_missing_keys(pending.site.profile, trackers)
     if missing:

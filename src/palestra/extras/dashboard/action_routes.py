@@ -70,7 +70,7 @@ class ActionRoutes:
         run, launcher = "/api/runs/{run}", self._launcher
         return [
             Route("/api/environments", lambda request: answer(launcher.environments()), methods=["GET"]),
-            Route("/api/environment", self.environment, methods=["GET"]),
+            Route("/api/environment", lambda asked: answer(launcher.environment(asked.query_params.get("name", "")))),
             _post("/api/form", SubjectBody, lambda request, body: launcher.form(body)),
             _post("/api/form/check", SubjectBody, lambda request, body: {"errors": launcher.check(body)}),
             _post("/api/runs", SubjectBody, lambda request, body: self._summary(launcher.start(body).run_id), 201),
@@ -81,9 +81,6 @@ class ActionRoutes:
             _post(f"{run}/rescore", RescoreBody, self.rescore, 202),
             Route(run, self.delete, methods=["DELETE"]),
         ]
-
-    def environment(self, request: Request) -> Response:
-        return answer(self._launcher.environment(request.query_params.get("name", "")))
 
     def _summary(self, run_id: str) -> Any:
         return {"run": summary(self._catalog.get(run_id))}

@@ -175,8 +175,11 @@ def problems(index: RolloutIndex, sort: str, limit: int, start: int) -> dict[str
         )
     rows.sort(key=_SORTS[sort])
     page = rows[start : start + limit]
+    first = json.dumps([row["first_id"] for row in page])
+    asked = "SELECT id, question FROM rollouts WHERE id IN (SELECT value FROM json_each(?))"
+    questions = dict(map(tuple, index.query(asked, first)))
     for row in page:
-        row["question"] = index.query("SELECT question FROM rollouts WHERE id = ?", row.pop("first_id"))[0][0]
+        row["question"] = questions[row.pop("first_id")]
     return {"problems": page, **paged(len(rows), start, limit)}
 
 

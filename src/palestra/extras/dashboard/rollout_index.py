@@ -39,7 +39,8 @@ CREATE TABLE rollouts (
     token_start INTEGER NOT NULL,
     tokens INTEGER NOT NULL, sampled_tokens INTEGER NOT NULL, turns INTEGER NOT NULL, tool_calls INTEGER NOT NULL,
     tools TEXT NOT NULL, reward REAL NOT NULL, advantage REAL, passed INTEGER NOT NULL, stop TEXT NOT NULL, error TEXT,
-    seconds REAL NOT NULL, scores TEXT NOT NULL, question TEXT NOT NULL, answer TEXT NOT NULL, sibling INTEGER NOT NULL
+    seconds REAL NOT NULL, scores TEXT NOT NULL, question TEXT NOT NULL, answer TEXT NOT NULL, sibling INTEGER NOT NULL,
+    group_number INTEGER
 );
 CREATE INDEX by_step ON rollouts (kind, step, id);
 CREATE INDEX by_reward ON rollouts (kind, reward, id);
@@ -94,7 +95,7 @@ class RolloutIndex:
                 path = self.source(kind)
                 if not path.is_file():
                     continue
-                position = _position(db, kind)
+                position = _source(db, kind)[1]
                 with path.open("rb") as file:  # only read: a transaction would wait for the disk
                     ended = os.fstat(file.fileno()).st_size == position and _is_unchanged(db, kind, file)
                 while not ended and (until is None or time.monotonic() < until):
@@ -143,11 +144,7 @@ class RolloutIndex:
         return position, ended
 
     def _add_lines(self, db: sqlite3.Connection, kind: str, file: IO[bytes], position: int) -> tuple[int, bool]:
-        last = _last_row(db, kind)
-        previous: dict[str, Any] | None = None
-        if last is not None:  # the number of its group is in its line alone
-            previous = dict(last) | {"group_number": (parse(_read(file, last)) or {}).get("group")}
-            file.seek(position)
+        previous: Any = _last_row(db, kind)
         (next_id,) = db.execute("SELECT next_id FROM counter").fetchone()
         rows: list[dict[str, Any]] = []
         texts: list[tuple[int, str]] = []
@@ -172,9 +169,8 @@ class RolloutIndex:
                 ended = False
                 break
         if rows:
-            names = [name for name in rows[0] if name != "group_number"]
-            values = ", ".join(f":{name}" for name in names)
-            db.executemany(f"INSERT INTO rollouts ({', '.join(names)}) VALUES ({values})", rows)
+            values = ", ".join(f":{name}" for name in rows[0])
+            db.executemany(f"INSERT INTO rollouts ({', '.join(rows[0])}) VALUES ({values})", rows)
         db.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", texts)
         db.execute("UPDATE counter SET next_id = ?", (next_id,))
         if kind == "train":
@@ -217,9 +213,8 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 def _is_unchanged(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> bool:
     """Whether the indexed lines are still where they were."""
-    source = db.execute("SELECT * FROM sources WHERE kind = ?", (kind,)).fetchone()
-    stat, last = os.fstat(file.fileno()), _last_row(db, kind)
-    same = source is not None and stat.st_ino == source["inode"] and stat.st_size >= source["position"]
+    (inode, position), stat, last = _source(db, kind), os.fstat(file.fileno()), _last_row(db, kind)
+    same = stat.st_ino == inode and stat.st_size >= position
     return same and (last is None or zlib.crc32(_read(file, last)) == last["checksum"])
 
 
@@ -227,7 +222,7 @@ def _checked_position(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> int
     """Where new lines begin. Lines that are no longer where they were (a resumed run drops the records of steps that
     it does again) are forgotten; those before them stay."""
     if _is_unchanged(db, kind, file):
-        return _position(db, kind)
+        return _source(db, kind)[1]
     ids = [row[0] for row in db.execute("SELECT id FROM rollouts WHERE kind = ? ORDER BY id", (kind,))]
     low, high = 0, len(ids)  # the first `low` are there, those from `high` on are not
     while low < high:
@@ -249,9 +244,10 @@ def _last_row(db: sqlite3.Connection, kind: str) -> sqlite3.Row | None:
     return row
 
 
-def _position(db: sqlite3.Connection, kind: str) -> int:
-    row = db.execute("SELECT position FROM sources WHERE kind = ?", (kind,)).fetchone()
-    return int(row[0]) if row else 0
+def _source(db: sqlite3.Connection, kind: str) -> tuple[int, int]:
+    """The file's inode, and how much of it is indexed."""
+    row = db.execute("SELECT inode, position FROM sources WHERE kind = ?", (kind,)).fetchone()
+    return (row["inode"], row["position"]) if row else (0, 0)
 
 
 def _read(file: IO[bytes], row: sqlite3.Row) -> bytes:
@@ -259,7 +255,7 @@ def _read(file: IO[bytes], row: sqlite3.Row) -> bytes:
     return file.read(row["length"])
 
 
-def _place(row: dict[str, Any], record: dict[str, Any], previous: dict[str, Any] | None) -> dict[str, Any]:
+def _place(row: dict[str, Any], record: dict[str, Any], previous: Any) -> dict[str, Any]:
     """The number of its group, its place in the group, and where its tokens begin among those of its step.
 
     A group's rollouts lie one after the other; newer files number the groups of a step.
@@ -268,7 +264,7 @@ def _place(row: dict[str, Any], record: dict[str, Any], previous: dict[str, Any]
     if previous is None or previous["step"] != row["step"]:
         return first
     place = first | {"token_start": previous["token_start"] + previous["tokens"]}
-    numbers = (previous.get("group_number"), record.get("group"))
+    numbers = (previous["group_number"], record.get("group"))
     if previous["problem_id"] != row["problem_id"] or not (None in numbers or numbers[0] == numbers[1]):
         return place
     return place | {"group_id": previous["group_id"], "sibling": previous["sibling"] + 1}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from types import NoneType
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
 
 from palestra.core.text import as_text
 
@@ -16,68 +17,48 @@ _TEASER = 200  # characters of a question
 _ANSWER = 400  # of an answer: its beginning and its end
 _SEARCHED = 200_000  # characters of one rollout that can be found
 _TOOLS = 50
-_NUMBERS = ("reward", "seconds", "advantage")
-_MAX_STEP = 2**53  # steps, groups and tokens: exact in JSON, SQLite and NumPy
 _MAX_NUMBER = 10**300
+_Exact = Annotated[int, Meta(gt=-(2**53), lt=2**53)]  # steps, groups and tokens: exact in JSON, SQLite and NumPy
+
+
+class _Turn(Struct):
+    maker: str = ""
+    token_ids: list[_Exact] | None = None
+    logprobs: list[float | None] | None = None
+    policy_version: _Exact | None = None
+
+    def __post_init__(self) -> None:
+        if self.token_ids and not self.maker:
+            raise ValueError("tokens without a maker")
+
+
+class _Message(Struct):
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class _Conversation(Struct):
+    messages: list[_Message] | None = None
+    turns: list[_Turn] | None = None
+
+
+class _Rollout(_Conversation):
+    """The fields that the pages read, with the types that they can show. Other programs write such files, too."""
+
+    step: _Exact | None = None
+    group: _Exact | None = None
+    reward: float | None = None
+    seconds: float | None = None
+    advantage: float | None = None
+    lineages: list[_Conversation] | None = None
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
     """The object of a line, also if it is not valid UTF-8; None if it is not a rollout."""
     try:
         record = json.loads(line.decode("utf-8", "replace"))
+        return record if msgspec.convert(record, _Rollout).messages is not None else None
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and _is_rollout(record) else None
-
-
-def _is_rollout(record: Mapping[str, Any]) -> bool:
-    """Whether every field that the pages read has a type that they can show. Other programs write such files, too."""
-    values = [score.get("value") for score in scores_of(record).values()]
-    step, group = record.get("step"), record.get("group")
-    return (
-        isinstance(record.get("messages"), list)
-        and all(_fits(number) for number in (*values, *(record.get(name) for name in _NUMBERS)))
-        and all(not isinstance(number, int | float) or abs(number) < _MAX_STEP for number in (step, group))
-        and _is_list(record.get("lineages"))
-        and all(_is_conversation(part) for part in (record, *lineages_of(record)))
-    )
-
-
-def _is_conversation(part: Mapping[str, Any]) -> bool:
-    """Whether messages, their calls, turns and tokens are lists."""
-    messages, turns = part.get("messages"), part.get("turns")
-    return (
-        _is_list(messages)
-        and all(_is_list(message.get("tool_calls")) for message in messages or () if _is_map(message))
-        and _is_list(turns)
-        and all(_is_map(turn) and _is_turn(turn) for turn in turns or ())
-    )
-
-
-def _is_turn(turn: Mapping[str, Any]) -> bool:
-    ids, logprobs, version = turn.get("token_ids"), turn.get("logprobs"), turn.get("policy_version")
-    return (
-        _is_list(ids)
-        and set(map(type, ids or ())) <= {int}
-        and (not ids or (isinstance(turn.get("maker"), str) and -_MAX_STEP < min(ids) <= max(ids) < _MAX_STEP))
-        and _is_list(logprobs)
-        and set(map(type, logprobs or ())) <= {int, float, NoneType}
-        and all(map(_fits, logprobs or ()))
-        and (version is None or (isinstance(version, int) and abs(version) < _MAX_STEP))
-    )
-
-
-def _is_list(value: Any) -> bool:
-    return value is None or isinstance(value, list)
-
-
-def _is_map(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _fits(value: Any) -> bool:
-    """Whether a number fits a float. True for other values, which are not shown as numbers."""
-    return not isinstance(value, int) or abs(value) < _MAX_NUMBER
 
 
 def columns_of(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,30 +94,27 @@ def messages_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages, each with all its fields and of the right types, whatever the file holds."""
     messages = []
     for message in record.get("messages") or ():
-        if isinstance(message, Mapping):
-            text = message.get("text", message.get("content"))
-            messages.append(
-                {
-                    "role": str(message.get("role") or "user"),
-                    "text": text if isinstance(text, str) else "" if text is None else json.dumps(text),
-                    "tool_calls": [dict(c) for c in message.get("tool_calls") or () if isinstance(c, Mapping)],
-                    "tool_call_id": message.get("tool_call_id"),
-                    "name": message.get("name"),
-                }
-            )
+        text = message.get("text", message.get("content"))
+        messages.append(
+            {
+                "role": str(message.get("role") or "user"),
+                "text": text if isinstance(text, str) else "" if text is None else json.dumps(text),
+                "tool_calls": [dict(call) for call in message.get("tool_calls") or ()],
+                "tool_call_id": message.get("tool_call_id"),
+                "name": message.get("name"),
+            }
+        )
     return messages
 
 
-def lineages_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The other conversations of an attempt: with subagents, or after the agent has changed its history."""
-    return [part for part in record.get("lineages") or () if isinstance(part, Mapping)]
+def conversations_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rollout, then its other conversations: with subagents, or after the agent has changed its history."""
+    return [record, *(record.get("lineages") or ())]
 
 
 def turns_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The turns of a rollout, then those of its other conversations."""
-    return [
-        turn for part in (record, *lineages_of(record)) for turn in part.get("turns") or () if isinstance(turn, Mapping)
-    ]
+    return [turn for part in conversations_of(record) for turn in part.get("turns") or ()]
 
 
 def scores_of(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -150,7 +128,7 @@ def search_text(record: Mapping[str, Any]) -> str:
 
 
 def _pieces(record: Mapping[str, Any]) -> Iterator[str]:
-    for message in [m for part in (record, *lineages_of(record)) for m in messages_of(part)]:
+    for message in [m for part in conversations_of(record) for m in messages_of(part)]:
         yield message["text"][:_SEARCHED]
         for call in message["tool_calls"]:
             yield f"{call.get('name')} {json.dumps(call.get('arguments'), ensure_ascii=False)[:_SEARCHED]}"
@@ -190,5 +168,5 @@ def _verdict(score: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float:
-    is_number = isinstance(value, int | float) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and abs(value) < _MAX_NUMBER
     return float(value) if is_number else 0.0

@@ -18,7 +18,7 @@ from palestra.core.errors import InputError, PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Array
 from palestra.extras.dashboard.rollout_index import RolloutIndex, UnknownRollout, token_table
-from palestra.extras.dashboard.rollout_row import lineages_of, messages_of, scores_of, shown, turns_of
+from palestra.extras.dashboard.rollout_row import conversations_of, messages_of, scores_of, shown, turns_of
 
 MAX_CHARS = 20_000  # of one message; the rest is read on request
 _AFTER_DIVERGENCE = 80
@@ -108,7 +108,9 @@ def _message_texts(record: Mapping[str, Any]) -> list[str]:
 
 
 def _full_record(row: sqlite3.Row, record: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
-    others = [{"stop": part.get("stop"), "messages": _messages(part, max_chars)} for part in lineages_of(record)]
+    others = [
+        {"stop": part.get("stop"), "messages": _messages(part, max_chars)} for part in conversations_of(record)[1:]
+    ]
     return {
         **shown(row),
         "messages": _messages(record, max_chars),
