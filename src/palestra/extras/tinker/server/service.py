@@ -40,7 +40,6 @@ class Session:
     metadata: Json
     last_seen: float = field(default_factory=time.monotonic)
     models: dict[int, Request] = field(default_factory=dict)  # by model_seq_id
-    sampling: dict[int, str] = field(default_factory=dict)  # by sampling_session_seq_id
 
 
 @dataclass(eq=False, slots=True)
@@ -54,8 +53,8 @@ class Model:
     bytes: int
     worker: OrderedWorker
     training: tuple[TrainingModel, TrainingRun] | None = None
-    pinned: OrderedDict[int, ReadWeights] = field(default_factory=OrderedDict)  # by version, oldest first
-    inflight: tuple[int, ReadWeights] | None = None  # the version that all inflight sampling sessions use, or none
+    pinned: dict[int, ReadWeights] = field(default_factory=dict)  # by version, oldest first
+    inflight: dict[int, ReadWeights] = field(default_factory=dict)  # the version that inflight sampling sessions use
 
     def submit(
         self, seq_id: int, kind: str, work: Callable[[TrainingModel, TrainingRun], Result], **about: Any
@@ -76,12 +75,10 @@ class SamplingSession:
     session: str
     base: BaseModel
     spec: AdapterSpec | None
-    weights: ReadWeights
+    weights: Callable[[], ReadWeights]  # as they are now; Gone for a version that is not kept any more
     sampler: str  # requests of one name share an engine
-    path: str | None = None
+    path: str | None = None  # of a checkpoint
     requests: dict[int, Request] = field(default_factory=dict)  # by seq_id
-    version: int | None = None  # of a model under training, where it was not saved
-    is_inflight: bool = False  # its weights are replaced by those of each later inflight save of its model
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +138,18 @@ class Service:
     def get_session(self, session_id: str) -> Json:
         session = self.session(session_id)
         models = [model.id for model in self._models_of(session_id)]
-        samplers = list(session.sampling.values())
+        samplers = [sampling.id for sampling in self.sampling.values() if sampling.session == session_id]
         return {"training_run_ids": models, "sampler_ids": samplers, "display_name": session.name}
 
     def finish_session(self, session_id: str, *, completed: bool = True) -> None:
-        session = self.sessions.pop(session_id, None)
-        if session is None:
-            return
+        self.sessions.pop(session_id, None)
         for model in self._models_of(session_id):
             self.unload(model.id, completed=completed)
-        for sampling_id in session.sampling.values():
-            self.sampling.pop(sampling_id, None)
+        self._forget_samplers(lambda sampling: sampling.session == session_id)
+
+    def _forget_samplers(self, has_ended: Callable[[SamplingSession], bool]) -> None:
+        for sampling in [each for each in list(self.sampling.values()) if has_ended(each)]:
+            self.sampling.pop(sampling.id, None)
 
     def _models_of(self, session_id: str) -> list[Model]:
         return [model for model in self.models.values() if model.session == session_id]
@@ -278,8 +276,7 @@ class Service:
 
         request = model.worker.run("unload_model", end)
         model.worker.close(f"the model {model_id!r} has ended before an earlier request came")
-        for sampling in [s for s in self.sampling.values() if s.sampler == model_id and s.version is not None]:
-            self.sampling.pop(sampling.id, None)
+        self._forget_samplers(lambda sampling: sampling.sampler == model_id and sampling.path is None)
         return request
 
     def forward_backward(self, request: ForwardBackwardRequest) -> Request:
@@ -376,33 +373,39 @@ class Service:
         sampling_id = f"{session.id}:sample:{number}"
 
         def work(training_model: TrainingModel, run: TrainingRun) -> Result:
-            version, is_inflight = training_model.version, body.kind == "inflight"
-            known = {**dict([model.inflight] if model.inflight else []), **model.pinned}
+            version = training_model.version
+
+            def newest() -> ReadWeights:
+                return next(iter(model.inflight.values()))
+
+            def pinned() -> ReadWeights:
+                if version not in model.pinned:
+                    raise Gone(
+                        f"{sampling_id!r} is at version {version}, and the server keeps the newest "
+                        f"{self.limits.versions}; save it under a name to keep it longer"
+                    )
+                return model.pinned[version]
+
             # every save of a version has the same copy
-            weights = known.get(version) or partial(dict, training_model.snapshot())
-            if is_inflight:
-                model.inflight = version, weights
+            copy = (model.inflight | model.pinned).get(version) or partial(dict, training_model.snapshot())
+            if body.kind == "inflight":
+                model.inflight = {version: copy}
             else:
-                model.pinned[version] = weights
-            while len(model.pinned) > self.limits.versions:
-                model.pinned.popitem(last=False)
-            self.sampling[sampling_id] = SamplingSession(
-                sampling_id, session.id, model.base, model.spec, weights, model.id,
-                version=version, is_inflight=is_inflight,
-            )  # fmt: skip
-            session.sampling[number] = sampling_id
+                model.pinned = dict([*(model.pinned | {version: copy}).items()][-self.limits.versions :])
+            weights = newest if body.kind == "inflight" else pinned
+            new = SamplingSession(sampling_id, session.id, model.base, model.spec, weights, model.id)
+            self.sampling[sampling_id] = new
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampling_id}
 
         return model.submit(body.seq_id, "save_weights_for_sampler", work)
 
     def create_sampling_session(self, body: bodies.CreateSamplingSession) -> Json:
-        session, seq = self.session(body.session_id), body.sampling_session_seq_id
-        if seq not in session.sampling:
-            sampling_id = f"{session.id}:sample:{seq}"
+        session = self.session(body.session_id)
+        sampling_id = f"{session.id}:sample:{body.sampling_session_seq_id}"
+        if sampling_id not in self.sampling:
             new = self._sampling_session(body.base_model, body.model_path, sampling_id, session.id)
             self.sampling[sampling_id] = new
-            session.sampling[seq] = sampling_id
-        return {"type": "create_sampling_session", "sampling_session_id": session.sampling[seq]}
+        return {"type": "create_sampling_session", "sampling_session_id": sampling_id}
 
     def _sampling_session(
         self, base_model: str | None, path: str | None, sampling_id: str = "", session_id: str = ""
@@ -410,26 +413,18 @@ class Service:
         """A sampling session that is not registered yet; without ids for one request that names a model."""
         if path is None:
             base = self.base(base_model or next(iter(self.bases)))
-            return SamplingSession(sampling_id, session_id, base, None, dict, f"base {base.name}")
-        base, checkpoint = self._saved(path, base_model)
-        key = (path, checkpoint.created)  # one that was overwritten since is another one
-        weights = self._path_weights.setdefault(key, checkpoint.tensors)
-        return SamplingSession(sampling_id, session_id, base, checkpoint.spec, weights, checkpoint.path.run_id, path)
+            return SamplingSession(sampling_id, session_id, base, None, lambda: dict, f"base {base.name}")
+        base, saved = self._saved(path, base_model)
+        # one that was overwritten since is another one
+        read = self._path_weights.setdefault((path, saved.created), saved.tensors)
+        return SamplingSession(sampling_id, session_id, base, saved.spec, lambda: read, saved.path.run_id, path)
 
     def sampling_session(self, sampling_id: str) -> SamplingSession:
         session = self.sampling.get(sampling_id)
         if session is None:
             raise NotFound(f"the sampling session {sampling_id!r} does not exist: {RESTARTED}")
         self._touch(session.session)
-        model = self.models.get(session.sampler)
-        if session.is_inflight:
-            if model is not None and model.inflight is not None:
-                session.version, session.weights = model.inflight
-        elif session.version is not None and model is not None and session.version not in model.pinned:
-            raise Gone(
-                f"{sampling_id!r} is at version {session.version}, and the server keeps the newest "
-                f"{self.limits.versions}; save it under a name to keep it longer"
-            )
+        session.weights()
         return session
 
     def get_sampler(self, sampling_id: str) -> Json:
@@ -448,7 +443,7 @@ class Service:
             raise refuse(400, f"token id {wrong[0]} is outside the vocabulary 0..{base.vocabulary - 1}")
         targets = body.target_prompt_logprobs
         turns = body.turns(base.context - len(prompt), base.end_ids)
-        asked = SampleRequest(target.weights, prompt, turns, body, None if targets is None else targets.tensor)
+        asked = SampleRequest(target.weights(), prompt, turns, body, None if targets is None else targets.tensor)
         request = None if body.seq_id is None else target.requests.get(body.seq_id)
         if request is None:
             sampler = self._sampler(target)
