@@ -222,7 +222,7 @@ def _setting(variable: ContextVar[T | None], value: T) -> Iterator[T]:
         variable.reset(token)
 
 
-def hosting(host: ModelHost) -> AbstractContextManager[ModelHost]:
+def hosting(host: Any) -> AbstractContextManager[Any]:
     """Let chat models in this context, and in tasks that are created in it, use `host`."""
     return _setting(_host, host)
 

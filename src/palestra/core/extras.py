@@ -54,7 +54,7 @@ COMMANDS = {
         "Agents and environments in other programs", "tinker.command:tinker",
         "Serve models to the Tinker SDK: train and sample over its API.",
     ),
-    "env process": ("", "atropos.process_command:process", ""),
+    "env process": ("", "atropos.commands:process", ""),
     "env serve": ("", "atropos.commands:serve", ""),
     "env run-atropos": ("", "atropos.commands:run_atropos", ""),
     "mcp": (

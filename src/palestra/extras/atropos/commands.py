@@ -1,9 +1,12 @@
-"""`palestra trajectory`, `palestra env serve` and `palestra env run-atropos`."""
+"""`palestra trajectory`, and of `palestra env`: serve, run-atropos and process."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,25 +16,38 @@ import click
 from rich.console import Console
 
 from palestra.cli import settings
-from palestra.cli.common import PATH, load_libraries, wait_limit_option
-from palestra.cli.env import request_of
+from palestra.cli.common import PATH, load_libraries, out_option, wait_limit_option
+from palestra.cli.env import prepared, request_of
 from palestra.cli.find_run import code_of_run, require_run, require_trust, trust_option
 from palestra.cli.serve import address_options, require_serve_extra, run_server, server_port
 from palestra.cli.settings import EnvCommand, read_settings
 from palestra.cli.summary import print_outcome
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError, StateError, UnreadableFileError
+from palestra.core.files import slug, write_text
+from palestra.core.messages import to_dict
 from palestra.core.run_folder import RunFolder
 from palestra.core.text import show_path, visible
+from palestra.core.time_limit import outside_event_loop
+from palestra.env_api import collectors
+from palestra.envs.load import find_env
+from palestra.envs.running import RunningEnv
 from palestra.evals.findings import recorded_findings
+from palestra.evals.run_report.write import fill_template
+from palestra.extras.atropos import WIRE_DEFAULTS
 from palestra.extras.atropos.atropos import AtroposEnv
+from palestra.extras.atropos.columns import group_to_dict
 from palestra.extras.atropos.runs import serve_environment, wire_config
+from palestra.policy.openai import OpenAISettings
+from palestra.rollout.collect import require_one_good
 from palestra.runs.index import refuse_busy
 from palestra.runs.manager import Run, RunManager
 from palestra.runs.request import refuse_secrets
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.progress import make_display, task
 from palestra.train.watcher import Watcher
+
+_PAGE = Path(__file__).with_name("process_page.html")
 
 
 @click.command("trajectory")
@@ -177,3 +193,81 @@ def _follow(manager: RunManager, run: Run, console: Console, log_size: int) -> N
     ended = manager.get(run.run_id)
     if ended.state != "completed":
         raise StateError(f"the run {ended.run_id} is {ended.state}: {ended.reason or 'it was stopped'}")
+
+
+@settings.command_of_run("process", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
+@click.option("--groups", default=8, show_default=True, type=click.IntRange(1), help="Problems to attempt.")
+@out_option("The JSONL file; the page gets the same name with .html.")
+@click.argument("name_or_file")
+def process(
+    name_or_file: str, config_file: Path | None, groups: int, out: Path | None, console: Console, **parameters: Any
+) -> dict[str, Any]:
+    """Attempt some problems; write one scored group per line, and an HTML page of them.
+
+    \b
+    palestra env process calculator
+    palestra env process my_env.py --env.level 2 --model Qwen/Qwen3-0.6B --rollout.group_size 4
+    palestra env process my_env.py --openai.model_name m --openai.base_url http://localhost:8000/v1
+
+    A file written for atroposlib runs its own `process` in a venv of its own, with the model at --openai.base_url.
+    """
+    if (source := find_env(name_or_file)).dialect == "atropos":
+        request = request_of(name_or_file, config_file, parameters)
+        path = out or Path(f"{slug(source.name)}.jsonl")
+        AtroposEnv.of(request).process(request.config(WIRE_DEFAULTS), groups, path)
+    env, config, openai = prepared(console, name_or_file, config_file, parameters)
+    path = out or Path(f"{slug(env.name)}.jsonl")
+    with make_display(console, config.track.log_every) as display:
+        records = process_env(env, config, path, groups=groups, openai=openai, watcher=display)
+    page = path.with_suffix(".html")
+    name = openai.model_name if openai else config.model.name
+    values = {"environment": env.name, "model": name, "groups": [_group(record) for record in records]}
+    write_text(page, fill_template(_PAGE, {}, values))
+    scores = [score for record in records for score in record["scores"]]
+    passed = [flag for record in records for flag in record["passed"]]
+    mean = sum(scores) / len(scores)
+    counts = f"{len(records)} groups, {len(scores)} attempts: mean score {mean:.2f}, {sum(passed)} passed"
+    console.print(f"{counts}\n{show_path(path)}\n{show_path(page)}", highlight=False)
+    summary = {"groups": len(records), "attempts": len(scores), "passed": sum(passed), "mean_score": mean}
+    return {**summary, "jsonl": str(path), "page": str(page)}
+
+
+def _group(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record by attempts instead of by columns; the shared opening is shown once."""
+    opening = next((i for i, m in enumerate(record["messages"][0]) if m["role"] == "assistant"), None)
+    columns = ("scores", "passed", "verdicts", "messages", "stops", "errors", "seconds")
+    attempts = [dict(zip(columns, row, strict=True)) for row in zip(*(record[key] for key in columns), strict=True)]
+    for attempt in attempts:
+        attempt["messages"] = attempt["messages"][opening:]
+    about = {"id": record["problem_id"], "expect": record["expect"]}
+    return {**about, "opening": record["messages"][0][:opening], "attempts": attempts}
+
+
+def process_env(
+    env: RunningEnv, config: RunConfig, path: Path, *, groups: int, openai: OpenAISettings | None, watcher: Watcher
+) -> list[dict[str, Any]]:
+    """Attempt the first training problems and write one scored group a line, each as soon as it is there.
+
+    Tokens, masks and logprobs are empty for a chat endpoint.
+    """
+    config = config.with_step_size()
+    size, at_once = config.rollout.group_size, config.train.problems_per_step
+    problems, records, done = env.problems("train")[:groups], list[dict[str, Any]](), itertools.count(1)
+    watcher.phase("attempting", len(problems) * size)
+
+    async def write() -> None:
+        collector = collectors(config, openai, training=True)[0](env)
+        with path.open("w", encoding="utf-8") as file:
+            for start in range(0, len(problems), at_once):
+                some = problems[start : start + at_once]
+                keys = [f"process/{config.seed}/{problem.id}" for problem in some]
+                found = await collector.collect(some, size, keys, lambda rollout: watcher.advance(next(done), {}))
+                require_one_good(found)
+                for problem, group in zip(some, found, strict=True):
+                    text = problem.input if isinstance(problem.input, str) else [to_dict(m) for m in problem.input]
+                    records.append({"input": text, "expect": problem.expect} | group_to_dict(group))
+                    file.write(json.dumps(records[-1], ensure_ascii=False, default=str) + "\n")
+                    file.flush()
+
+    outside_event_loop(lambda: asyncio.run(write()))
+    return records

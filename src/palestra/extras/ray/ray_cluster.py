@@ -153,9 +153,13 @@ class RayCluster:
 
     async def answers(self) -> bool:
         """Whether it does now: while it does not, nothing else may be asked of it."""
-        answers = await asyncio.to_thread(_takes_connections, self._head, _PROBE_S)
-        self._answered = time.monotonic() if answers else self._answered
-        return answers
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(*self._head), _PROBE_S)
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        self._answered = time.monotonic()
+        return True
 
     async def failure(self) -> str | None:
         """The reason that the whole cluster is lost; None while it answers."""
