@@ -136,8 +136,8 @@ def trajectories(folder: Path) -> Iterator[Prepared]:
 def rl_clients(home: Path) -> Iterator[Any]:
     """Sessions of the tools in which an environment can be selected, and nothing else starts a process."""
     from palestra.extras.agent_tools import RlTools
+    from palestra.extras.agent_tools.clients import Clients
     from palestra.extras.agent_tools.locks import RequestLimits, Site
-    from palestra.extras.agent_tools.tools import Clients
     from palestra.runs import manager as runs_manager
 
     def start(*_: Any, **__: Any) -> Any:
