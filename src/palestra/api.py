@@ -97,9 +97,7 @@ def train_sft(
 
     agent = Agent(name, settings.model.name)
     trainer = GRPOTrainer(agent, config=settings, watcher=watcher, folder=folder)
-    outcome = trainer.train_task(task, {"only_learns_traces": True}, resume)
-    assert trainer._run is not None
-    return trainer._run, outcome
+    return trainer.train_task(task, {"only_learns_traces": True}, resume)
 
 
 @explain_arguments(TRL_NAMES)

@@ -220,14 +220,13 @@ class GRPOTrainer:
             "instructions": self.agent.instructions,
             "tools": [tool.schema for tool in self.agent.tools],
         }
-        outcome = self.train_task(
+        run, outcome = self.train_task(
             lambda config: self._task(environment, config),
             about | dict(record or {}),
             resume,
             lambda: len(environment.problems("train")),
         )
-        assert self._run is not None
-        self._result = GRPOTrainingResult(self.agent, self._run, outcome, self)
+        self._result = GRPOTrainingResult(self.agent, run, outcome, self)
         return self._result
 
     def train_task(
@@ -236,7 +235,7 @@ class GRPOTrainer:
         record: Mapping[str, Any],
         resume: Path | str | Resume | None = None,
         problems: Callable[[], int | None] = lambda: None,
-    ) -> Outcome:
+    ) -> tuple[RunFolder, Outcome]:
         """Train in a new run folder with this record, or continue a run. `problems`: how many there are, if known."""
         from palestra.train.credit import CustomObjective
 
@@ -270,7 +269,7 @@ class GRPOTrainer:
                 with hidden_progress_bars():
                     return built.train()
 
-        return outside_event_loop(train)
+        return folder, outside_event_loop(train)
 
     def _task(self, environment: Environment, config: RunConfig) -> Task:
         """What is trained on: our agent loop in an environment, or a program at the gateway."""

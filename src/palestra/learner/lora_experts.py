@@ -16,16 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from palestra.engine.supported import LowRank
+
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm")  # of transformers' experts; another one was chosen on purpose
 ALIGNED_BYTES = 16  # grouped products want rows of a multiple of it
-
-
-class Adapter(NamedTuple):
-    """The adapters of one stack of weights: expert e adds `scaling * x @ down[e].T @ up[e].T`."""
-
-    down: Tensor  # [experts, r, in]
-    up: Tensor  # [experts, out, r]
-    scaling: float
 
 
 class SortedRows(NamedTuple):
@@ -43,9 +37,12 @@ class SortedRows(NamedTuple):
 
 
 def adapted_experts(
-    experts: Any, adapters: Mapping[str, Adapter], hidden: Tensor, chosen: Tensor, weights: Tensor
+    experts: Any, adapters: Mapping[str, LowRank], hidden: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """Output [T, H] of a module of experts with adapters, of hidden [T, H], chosen experts and their weights [T, k]."""
+    """Output [T, H] of a module of experts with adapters, of hidden [T, H], chosen experts and their weights [T, k].
+
+    An adapter of a stack of weights has one more dimension, the first one, of the experts.
+    """
     rows = SortedRows.of(chosen, experts.num_experts)
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     activate = experts._apply_gate if experts.has_gate else experts.act_fn
@@ -64,7 +61,7 @@ def adapted_experts(
     return _recomputed(combine, weights, *_summands(experts, "down_proj", adapters.get("down_proj"), middle, rows))
 
 
-def _summands(experts: Any, name: str, adapter: Adapter | None, x: Tensor, rows: SortedRows) -> list[Tensor]:
+def _summands(experts: Any, name: str, adapter: LowRank | None, x: Tensor, rows: SortedRows) -> list[Tensor]:
     """The products [N, out] of x [N, in] with the weights and with the adapter, and the bias."""
     from transformers.integrations.moe import _grouped_mm
 
@@ -137,14 +134,14 @@ def _is_ordinary(wrapper: Any) -> bool:
     return wrapper.num_experts > 1 and experts.config._experts_implementation in IMPLEMENTATIONS
 
 
-def _adapter_of(wrapper: Any, dtype: torch.dtype) -> Adapter:
+def _adapter_of(wrapper: Any, dtype: torch.dtype) -> LowRank:
     [name] = wrapper.active_adapters
     down, up = wrapper.lora_A[name].weight.to(dtype), wrapper.lora_B[name].weight.to(dtype)
     down = down.unflatten(0, (wrapper.num_experts, -1))  # [experts * r, in]
     up = up.unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1).contiguous()  # [out, r * experts]
     if missing := -down.shape[1] % (ALIGNED_BYTES // dtype.itemsize):
         down, up = F.pad(down, (0, 0, 0, missing)), F.pad(up, (0, missing))
-    return Adapter(down, up, wrapper.scaling[name])
+    return LowRank(down, up, wrapper.scaling[name])
 
 
 def __getattr__(name: str) -> Any:

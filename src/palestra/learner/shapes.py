@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from itertools import chain
 
 # How much padding a known shape may mean for a micro-batch: a share of its tokens, plus so many. Else one is made.
 WASTED_SHARE, WASTED_TOKENS = 0.3, 4096
@@ -20,23 +21,21 @@ SHORTEST_RUN = 128  # what attention computes at once; telling shorter ones apar
 class Lengths:
     """Of the runs of a micro-batch, in tokens."""
 
-    prompts: list[int]  # that completions share
-    completions: list[int]
+    # The beginning of all trees (one or none), prompts that completions share, these completions, rows by themselves.
+    sections: Sequence[list[int]]
     siblings: list[int]  # the completions of each of these prompts together
-    others: list[int]  # rows by themselves
-    root: int = 0  # the beginning of all trees
 
     @property
     def tokens(self) -> int:
-        return self.root + sum(self.prompts) + sum(self.completions) + sum(self.others)
+        return sum(map(sum, self.sections))
 
     @property
     def runs(self) -> int:
-        return bool(self.root) + len(self.prompts) + len(self.completions) + len(self.others)
+        return sum(map(len, self.sections))
 
     @property
     def longest(self) -> int:
-        return max((self.root, *self.prompts, *self.completions, *self.others))
+        return max(chain(*self.sections), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +61,13 @@ class Shape:
 class Padding:
     """What fills a shape up: lengths of runs behind each section, and as many of length 0 as are still missing."""
 
-    root: list[int]
-    prompts: list[int]
-    completions: list[int]
-    others: list[int]
+    sections: Sequence[list[int]]
     siblings: list[int]  # how many tokens of the padding completions look at each of the padding prompts
     empty_runs: int
     empty_trees: int
 
-    @property
-    def sections(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        return self.root, self.prompts, self.completions, self.others
 
-
-NO_PADDING = Padding([], [], [], [], [], 0, 0)
+NO_PADDING = Padding(([], [], [], []), [], 0, 0)
 
 
 class Shapes:
@@ -108,14 +100,14 @@ class Shapes:
 
 def shape_for(lengths: Lengths) -> Shape:
     """
-    >>> made = shape_for(Lengths([100, 90], [30, 40, 50, 10], [70, 60], []))
+    >>> made = shape_for(Lengths(([], [100, 90], [30, 40, 50, 10], []), [70, 60]))
     >>> made.prompts, made.completions, made.others, made.runs, made.trees, made.longest_run
     (320, 160, 0, 16, 8, 256)
     """
     run = _power(2 * max(lengths.longest, 1), SHORTEST_RUN)  # the padding of the root fits in one, too
-    tree, prompt = (_power(2 * max(part, default=1), SHORTEST_RUN) for part in (lengths.siblings, lengths.prompts))
-    prompts = _size(sum(lengths.prompts), SPARE_KEYS)
-    completions, others, root = _size(sum(lengths.completions)), _size(sum(lengths.others)), _size(lengths.root)
+    tree, prompt = (_power(2 * max(part, default=1), SHORTEST_RUN) for part in (lengths.siblings, lengths.sections[1]))
+    spare = (0, SPARE_KEYS, 0, 0)
+    root, prompts, completions, others = (_size(sum(n), m) for n, m in zip(lengths.sections, spare, strict=True))
     trees = _with_room(len(lengths.siblings)) + prompts // prompt + completions // tree + 2 if prompts else 0
     runs = _with_room(lengths.runs) + trees + (completions + others) // run + 2 + bool(root)
     runs, trees = _power(runs, 16), _power(trees, 8) if trees else 0
@@ -125,35 +117,28 @@ def shape_for(lengths: Lengths) -> Shape:
 def padding_in(shape: Shape, lengths: Lengths) -> Padding | None:
     """What is missing of the shape; None if the runs do not fit in.
 
-    >>> lengths = Lengths([100, 90], [30, 40, 50, 10], [70, 60], [])
+    >>> lengths = Lengths(([], [100, 90], [30, 40, 50, 10], []), [70, 60])
     >>> padding_in(shape_for(lengths), lengths)
-    Padding(root=[], prompts=[130], completions=[30], others=[], siblings=[30], empty_runs=8, empty_trees=5)
+    Padding(sections=([], [130], [30], []), siblings=[30], empty_runs=8, empty_trees=5)
     """
-    prompts = shape.prompts - sum(lengths.prompts)
-    completions, others = shape.completions - sum(lengths.completions), shape.others - sum(lengths.others)
+    whole = shape.root, shape.prompts, shape.completions, shape.others
+    root, prompts, completions, others = (n - sum(own) for n, own in zip(whole, lengths.sections, strict=True))
     trees = max(-(-prompts // shape.longest_prompt), -(-completions // shape.longest_tree)) if shape.prompts else 0
-    root = shape.root - lengths.root
     padding_runs = -(-completions // shape.longest_run), -(-others // shape.longest_run)
     empty_runs = shape.runs - lengths.runs - trees - sum(padding_runs) - bool(shape.root)
     empty_trees = shape.trees - len(lengths.siblings) - trees
     fits = (
         min(prompts - trees, completions, others, root, empty_runs, empty_trees) >= 0
-        and bool(shape.root) == bool(lengths.root)  # without a root, nothing attends to one
+        and bool(shape.root) == bool(lengths.sections[0])  # without a root, nothing attends to one
         and lengths.longest <= shape.longest_run
         and max(lengths.siblings, default=0) <= shape.longest_tree
-        and max(lengths.prompts, default=0) <= shape.longest_prompt
+        and max(lengths.sections[1], default=0) <= shape.longest_prompt
     )
     if not fits:
         return None
-    return Padding(
-        [root] if shape.root else [],
-        _divided(prompts, trees),
-        _divided(completions, padding_runs[0]),
-        _divided(others, padding_runs[1]),
-        _divided(completions, trees),
-        empty_runs,
-        empty_trees,
-    )
+    of_runs = _divided(completions, padding_runs[0]), _divided(others, padding_runs[1])
+    sections = [root] if shape.root else [], _divided(prompts, trees), *of_runs
+    return Padding(sections, _divided(completions, trees), empty_runs, empty_trees)
 
 
 def _size(tokens: int, more: int = 0) -> int:

@@ -62,8 +62,7 @@ class Bounds:
         runs_of_sections = [Run(0, root)] if root else [], prompts, completions, others
         sections = [[run.length for run in runs] for runs in runs_of_sections]
         siblings = [sum(tree.completion_lengths) for tree in shared]
-        lengths = Lengths(sections[1], sections[2], siblings, sections[3], root)
-        fitted = None if shapes is None else shapes.fit(lengths)
+        fitted = None if shapes is None else shapes.fit(Lengths(sections, siblings))
         self.shape = None if fitted is None else fitted[0]
         padding = NO_PADDING if fitted is None else fitted[1]
         padded = [runs + more for runs, more in zip(sections, padding.sections, strict=True)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +119,7 @@ class Display(Watcher):
         self._on_step = on_step
         self._phase = Phase("starting")
         self._phases: dict[str, Phase] = {}  # by name: training goes on after an evaluation in between
+        self._steps: list[dict[str, float]] = []  # their numbers and metrics
 
     def started(self, folder: Path) -> None:
         self.on_start()
@@ -136,8 +137,10 @@ class Display(Watcher):
         self._phase = phase
 
     def advance(self, done: int, metrics: dict[str, float]) -> None:
-        shown = self._on_step(done, metrics) if self._phase.unit == "steps" else metrics
-        self._phase.advance(done, shown)
+        if self._phase.unit == "steps":
+            metrics = self._on_step(done, metrics)
+            self._steps.append({"step": done, **metrics})
+        self._phase.advance(done, metrics)
 
     def note(self, text: str) -> None:
         self.console.print(Text(visible(text), style="dim"))
@@ -207,12 +210,8 @@ class LineDisplay(Display):
 class LiveDisplay(Display):
     """A progress bar, the metrics of the last step, and a sparkline of the pass rate."""
 
-    def __init__(self, console: Console, log_every: int = 1, on_step: OnStep = all_metrics) -> None:
-        super().__init__(console, log_every, on_step)
-        self._pass_rates: list[float] = []
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
-
     def __enter__(self) -> Self:
+        self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4, transient=True)
         self._live.start()
         return self
 
@@ -223,11 +222,6 @@ class LiveDisplay(Display):
     def begin(self, phase: Phase) -> None:
         self._close_phase()
         super().begin(phase)
-
-    def advance(self, done: int, metrics: dict[str, float]) -> None:
-        super().advance(done, metrics)
-        if "pass_rate" in metrics:
-            self._pass_rates.append(metrics["pass_rate"])
 
     def _close_phase(self) -> None:
         """Print one line about a phase of the run that has ended."""
@@ -250,8 +244,9 @@ class LiveDisplay(Display):
         lines: list[RenderableType] = [grid]
         if phase.numbers:
             lines.append(Text("   ".join(phase.numbers)))
-        if phase.unit == "steps" and len(self._pass_rates) > 1:
-            curve = sparkline(self._pass_rates, _SPARKLINE_WIDTH)
+        rates = [row["pass_rate"] for row in self._steps if "pass_rate" in row]
+        if phase.unit == "steps" and len(rates) > 1:
+            curve = sparkline(rates, _SPARKLINE_WIDTH)
             lines.append(Text.assemble((curve, "green"), ("  pass rate", "dim")))
         return Group(*lines)
 
@@ -259,12 +254,9 @@ class LiveDisplay(Display):
 class NotebookDisplay(Display):
     """Live curves of reward and pass rate, the last steps, and what the run says; it stays when the run has ended."""
 
-    def __init__(self, console: Console, log_every: int = 1, on_step: OnStep = all_metrics) -> None:
-        super().__init__(console, log_every, on_step)
-        self._steps: list[dict[str, float]] = []
-        self._lines: list[str] = []
-        self._handle: Any = None
-        self._updated = 0.0
+    _lines: Sequence[str] = ()
+    _handle: Any = None
+    _updated = 0.0
 
     def __enter__(self) -> Self:
         from IPython.display import HTML, display
@@ -282,8 +274,6 @@ class NotebookDisplay(Display):
 
     def advance(self, done: int, metrics: dict[str, float]) -> None:
         super().advance(done, metrics)
-        if self._phase.unit == "steps":
-            self._steps.append({"step": done, **self._phase.metrics})
         self._refresh()
 
     def rollout(self) -> None:

@@ -88,9 +88,9 @@ def short_rows_see_the_padding(patch: pytest.MonkeyPatch) -> None:
 def prefixes_are_masked_by_a_token_too_many(patch: pytest.MonkeyPatch) -> None:
     right = SharedPrefixes.bias
 
-    def wrong(self: SharedPrefixes, queries: int) -> Tensor | None:
+    def wrong(self: SharedPrefixes, *arguments: Any) -> Tensor | None:
         self.prefix_len = self.prefix_len - 1
-        return right(self, queries)
+        return right(self, *arguments)
 
     patch.setattr(SharedPrefixes, "bias", wrong)
 

@@ -344,14 +344,14 @@ def test_the_learner_leaves_the_callers_model_mode_alone() -> None:
 
 def test_a_resumed_learner_pads_and_divides_as_before(tmp_path: Path) -> None:
     first, second = (LocalLearner(build(), config=settings()) for _ in range(2))
-    lengths = Lengths([100, 90], [30, 40, 50, 10], [70, 60], [])
+    lengths = Lengths(([], [100, 90], [30, 40, 50, 10], []), [70, 60])
     for learner in (first, second):
         learner._shapes = Shapes(10_000)
     first._limit = MicroBatchLimit(123)
     known = first._shapes.fit(lengths)
     first.save(tmp_path)
     second.load(tmp_path)
-    smaller = Lengths([90], [30, 40], [70], [])
+    smaller = Lengths(([], [90], [30, 40], []), [70])
     assert known is not None
     assert second._shapes.fit(smaller)[0] == known[0]  # a learner that has not met it would make a smaller one
     assert Shapes(10_000).fit(smaller)[0] != known[0]

@@ -14,6 +14,7 @@ from palestra.engine.cpu.kv_slots import KVSlots, SlotBuffer
 MAX_PADDED_TOKENS = 64  # a longer chunk keeps the kernel busy by itself
 MAX_PADDING = 1.5  # times the tokens of the shortest
 MAX_SCORES = 1 << 20  # tokens times columns, so that masks stay small
+Biases = dict[tuple[int | None, int], Tensor | None]  # by window, and queries of a KV head
 
 
 def batches(counts: Sequence[int], own_lens: Sequence[int]) -> Iterator[slice]:
@@ -40,7 +41,7 @@ class SlotRows:
     first: int  # of its tokens among the step's
     prefixes: SharedPrefixes | None
     biases: dict[int | None, Tensor | None] = field(default_factory=dict)  # by window
-    prefix_biases: dict[int, Tensor] = field(default_factory=dict)
+    prefix_biases: Biases = field(default_factory=dict)
     tokens: int = field(init=False)
     count: int = field(init=False)
     width: int = field(init=False)
@@ -86,13 +87,11 @@ class SlotRows:
         keys, values = _cut(self.slots.own, layer, self.picked, self.width)
         out, total = attend_part(q, keys, values, self.bias(window, group), rule)
         if self.prefixes is not None:
-            if window is None:
-                bias = self.prefixes.bias(group * self.count)
-            else:
-                if window not in self.prefix_biases:
-                    self.prefix_biases[window] = self.prefixes.window_bias(self.last, window, group)
-                bias = self.prefix_biases[window]
-            prefix, prefix_total = self.prefixes.attend(layer, q, bias, rule)
+            # without a window the next steps of the batch have the same
+            known, key = (self.prefixes.biases if window is None else self.prefix_biases), (window, group * self.count)
+            if key not in known:
+                known[key] = self.prefixes.bias(self.last, window, group)
+            prefix, prefix_total = self.prefixes.attend(layer, q, known[key], rule)
             out, total = merge_parts(out, total, prefix, prefix_total), torch.logaddexp(total, prefix_total)
         if rule.sinks is not None:
             out = with_sinks(out, total, rule.sinks.view(-1, group).repeat_interleave(self.count, 1))
@@ -117,7 +116,7 @@ class SharedPrefixes:
     to_rows: Tensor
     to_slots: Tensor
     prefix_len: Tensor  # [n], 0 for a slot without a prefix
-    biases: dict[int, Tensor | None] = field(default_factory=dict)  # by queries a KV head
+    biases: Biases = field(default_factory=dict)
 
     @classmethod
     def of(cls, slots: KVSlots, chosen: Sequence[int]) -> SharedPrefixes | None:
@@ -147,22 +146,16 @@ class SharedPrefixes:
         indices = torch.tensor(to_rows), torch.tensor(to_slots), torch.tensor(lengths)
         return cls(slots, _picked(used), members, max(lengths), *indices)
 
-    def bias(self, queries: int) -> Tensor | None:
-        """[rows, 1, members * queries, width], which masks columns past a slot's prefix; None when there are none."""
-        if queries not in self.biases:
-            masked = torch.arange(self.width) >= self.prefix_len[:, None]
-            self.biases[queries] = self._spread(masked[:, None], queries) if masked.any() else None
-        return self.biases[queries]
-
-    def window_bias(self, last: Tensor, window: int, group: int) -> Tensor:
-        """The same where a token sees only the newest `window`; `last` [n, count]: its own column behind the prefix."""
+    def bias(self, last: Tensor, window: int | None, group: int) -> Tensor | None:
+        """[rows, 1, members * group * count, width], which masks columns past a slot's prefix, and those that a window
+        leaves out; None when there are none. `last` [n, count]: the newest column behind the prefix that is seen."""
         columns, length = torch.arange(self.width), self.prefix_len[:, None, None]
-        masked = (columns >= length) | (columns <= length + last[..., None] - window)
-        return self._spread(masked, group)
-
-    def _spread(self, masked: Tensor, repeats: int) -> Tensor:
-        """[n, count, width] -> [rows, 1, members * repeats * count, width]."""
-        places = score_bias(masked, self.slots).index_select(0, self.to_rows).repeat(1, repeats, 1)
+        masked = (columns >= length).expand(-1, last.shape[1], -1)
+        if window is not None:
+            masked = masked | (columns <= length + last[..., None] - window)
+        elif not masked.any():
+            return None
+        places = score_bias(masked, self.slots).index_select(0, self.to_rows).repeat(1, group, 1)
         return places.view(-1, 1, self.members * places.shape[1], self.width)
 
     def _by_slot(self, x: Tensor, queries: int) -> Tensor:
