@@ -61,7 +61,8 @@ class Sampler:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._queue: asyncio.Queue[tuple[SampleRequest | None, Future[Result]]] = asyncio.Queue()
-        threading.Thread(target=self._run, name="tinker-sampler", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="tinker-sampler", daemon=True)
+        self._thread.start()
 
     @property
     def busy(self) -> int:
@@ -74,9 +75,10 @@ class Sampler:
         answer.add_done_callback(self._unanswered.discard)
         self._loop.call_soon_threadsafe(self._queue.put_nowait, (request, answer))
 
-    def close(self) -> None:
-        """End the thread when what it works on is done."""
+    def close(self, wait_s: float = 0.0) -> None:
+        """End the thread when what it works on is done; wait for that at most so long."""
         self._loop.call_soon_threadsafe(self._queue.put_nowait, (None, Future()))
+        self._thread.join(wait_s)
 
     def _run(self) -> None:
         self._base.use_stream()

@@ -182,7 +182,7 @@ class Service:
         for session_id in list(self.sessions):
             self.finish_session(session_id, completed=False)
         while self._samplers:
-            self._samplers.popitem()[1].close()
+            self._samplers.popitem()[1].close(wait_s=1.0)  # a module that is freed while the process exits aborts it
 
     # training
 
