@@ -136,8 +136,10 @@ class GatewayWorker(WorkerProcess):
         how = "closed its connection" if status is None else f"ended with exit code {status}"
         how = f"was ended by {signal.Signals(-status).name}" if status is not None and status < 0 else how
         log.error("a gateway worker (process %d) %s; its open attempts fail", self.process.pid, how)
-        who = f"the gateway worker of this attempt (process {self.process.pid}) {how}; its other attempts failed, too"
-        return RolloutError(f"{who}. Look for its last words in the log, or set agent.gateway_workers to 0")
+        return RolloutError(
+            f"the gateway worker of this attempt (process {self.process.pid}) {how}; its other attempts failed, too. "
+            "Look for its last words in the log, or set agent.gateway_workers to 0"
+        )
 
 
 class GatewayWorkers:
