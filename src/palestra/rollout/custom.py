@@ -14,7 +14,7 @@ from palestra.core.errors import PalestraError, RolloutError, UserCodeError
 from palestra.core.messages import to_dict
 from palestra.core.types import Group, Problem, Rollout, StopReason, Turn
 from palestra.envs.base import Environment, Episode
-from palestra.envs.opening import NotOpened, Opener, close_episodes
+from palestra.envs.running import NotOpened, Opener, close_episodes
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import wrap_user_error

@@ -33,8 +33,7 @@ from palestra.core.files import last_lines, parse_row
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
 from palestra.extras.agent_tools.tools import MAX_SESSIONS, TOOLS, Clients, Effect, RlTools, call_in_thread
-from palestra.servers.body import MIB, read_body
-from palestra.servers.web import Guard, refusal, refuse, while_connected
+from palestra.servers.web import MIB, Guard, read_body, refusal, refuse, while_connected
 
 JSON, JSON_LINES, TEXT = "application/json", "application/x-ndjson", "text/plain"
 KINDS = {

@@ -23,7 +23,7 @@ from palestra.core.text import show_path
 from palestra.core.time_limit import outside_event_loop
 from palestra.core.types import Problem
 from palestra.env_api import collectors
-from palestra.envs.load import find_env
+from palestra.envs.discover import find_env
 from palestra.envs.running import RunningEnv
 from palestra.evals.run_report.write import fill_template
 from palestra.extras.atropos.columns import group_to_dict

@@ -27,8 +27,7 @@ from palestra.core.secrets import own_environment, redact
 from palestra.extras.dashboard.answers import Event, answer, events
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.request import PALESTRA
-from palestra.servers.body import MIB, Form, read_model
-from palestra.servers.web import refuse
+from palestra.servers.web import MIB, Form, read_model, refuse
 
 _MAX_CHATS = 3  # each holds a model
 _IDLE_S = 600.0

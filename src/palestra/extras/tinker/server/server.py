@@ -28,8 +28,7 @@ from palestra.extras.tinker.server.futures import Gone, NotFound, Request, TooBu
 from palestra.extras.tinker.server.messages import parse_request, read_forward_backward
 from palestra.extras.tinker.server.sampler import SampleRequest
 from palestra.extras.tinker.server.service import Service
-from palestra.servers.body import MIB, parse, read_body
-from palestra.servers.web import make_app, refuse
+from palestra.servers.web import MIB, make_app, parse, read_body, refuse
 
 log = logging.getLogger("palestra")
 
