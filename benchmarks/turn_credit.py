@@ -23,7 +23,7 @@ from adaptive_sampling import outcome
 from palestra.core.config import RunConfig
 from palestra.core.types import Problem
 from palestra.env_api import train_env
-from palestra.envs.load import load_env
+from palestra.envs.discover import load_env
 from palestra.envs.running import RunningEnv
 from palestra.extras.environments.treasure import WAYS, Treasure
 

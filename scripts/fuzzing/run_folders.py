@@ -17,7 +17,7 @@ from fuzzing.check import Tally
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.env_api import train_env
-from palestra.envs.load import load_env
+from palestra.envs.discover import load_env
 from palestra.runs.tracking import open_trackers
 from palestra.train.checkpoint import choose_checkpoint, drop_after
 from palestra.train.evaluation import read_evaluation

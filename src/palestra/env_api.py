@@ -15,8 +15,7 @@ from palestra.core.config import RunConfig
 from palestra.core.run_folder import Resume
 from palestra.core.time_limit import outside_event_loop
 from palestra.envs.base import Environment, Split
-from palestra.envs.opening import tools_of
-from palestra.envs.running import RunningEnv
+from palestra.envs.running import RunningEnv, tools_of
 from palestra.evals.report import EvalReport
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.build import policy_of

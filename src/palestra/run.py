@@ -29,7 +29,7 @@ from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.secrets import redact
 from palestra.core.text import visible
 from palestra.env_api import train_env
-from palestra.envs.load import load_env
+from palestra.envs.discover import load_env
 from palestra.envs.running import RunningEnv
 from palestra.runs.processes import RUN_VARIABLE, descendants, end_all, identify, processes_of_run
 from palestra.runs.request import RunRequest, absolute_name

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from palestra.core.types import Finish, Message, Problem, Rollout, SamplingParams, ToolCall
-from palestra.envs.discover import discover
-from palestra.envs.load import load_env
+from palestra.envs.discover import discover, load_env
 from palestra.envs.running import RunningEnv
 from palestra.extras.environments.reasoning_gym import WRONG_SCORERS, task_names
 from palestra.extras.environments.treasure import way

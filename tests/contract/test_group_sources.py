@@ -23,7 +23,7 @@ from served import served
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group
-from palestra.envs.load import load_env
+from palestra.envs.discover import load_env
 from palestra.extras.atropos.protocol import WireClient
 from palestra.extras.atropos.server import trajectory_app
 from palestra.extras.atropos.task import Address, WireSource, WireTask

@@ -28,7 +28,7 @@ from palestra.core import calls, time_limit
 from palestra.core.codec import CodecError
 from palestra.core.errors import UserCodeError
 from palestra.core.types import Message, SamplingParams, ToolCall
-from palestra.envs import opening, problems, running, suite_env
+from palestra.envs import env, running, suite_env
 from palestra.envs.running import RunningEnv
 from palestra.rollout import agent_loop, rewards
 from palestra.rollout.agent_loop import AttemptLimits
@@ -350,11 +350,11 @@ def outcome(rollout: Any) -> str:
 def shorten_limits(patch: Any) -> None:
     for module, name in (
         (running, "STEP_TIMEOUT_S"), (agent_loop, "STEP_TIMEOUT_S"), (suite_env, "MEASURE_TIMEOUT_S"),
-        (rewards, "REWARD_TIMEOUT_S"), (opening, "CLOSE_LIMIT_S"), (problems, "MAKE_LIMIT_S"),
+        (rewards, "REWARD_TIMEOUT_S"), (running, "CLOSE_LIMIT_S"), (env, "MAKE_LIMIT_S"),
         (time_limit, "BLOCKED_S"), (running, "NAMED_AFTER_S"),
     ):  # fmt: skip
         patch(module, name, LIMIT_S)
-    patch(opening.Opener.open, "__defaults__", (LIMIT_S,))
+    patch(running.Opener.open, "__defaults__", (LIMIT_S,))
 
 
 def ends_the_process(hook: str, kind: str, workers: int) -> bool:

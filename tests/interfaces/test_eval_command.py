@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from palestra.agent_source import load_agent_file
-from palestra.cli import eval as eval_module
-from palestra.cli.eval import _cases
+from palestra.cli import train as eval_module
+from palestra.cli.train import _cases
 from palestra.core.errors import PalestraError
 from palestra.core.files import read_jsonl
 

@@ -24,7 +24,7 @@ from palestra.core.messages import from_dict
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Problem, SamplingParams, Turn
 from palestra.env_api import train_env
-from palestra.envs.load import load_env
+from palestra.envs.discover import load_env
 from palestra.envs.running import RunningEnv
 from palestra.extras.atropos.protocol import WireClient
 from palestra.extras.atropos.runs import serve_env, train_wire

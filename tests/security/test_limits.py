@@ -16,9 +16,8 @@ from pydantic.fields import FieldInfo
 from palestra.core.config import RunConfig
 from palestra.core.errors import ResourceError, SettingError
 from palestra.core.http import Request
-from palestra.envs.discover import LIBRARY, in_file
+from palestra.envs.discover import LIBRARY, env_class, in_file
 from palestra.envs.env import EnvConfig
-from palestra.envs.load import env_class
 from palestra.extras.adapters.by_name import BY_NAME
 from palestra.extras.agent_tools import RlTools, config_fields, mcp_server
 from palestra.extras.agent_tools.clients import Clients

@@ -11,7 +11,7 @@ from palestra.extras.atropos import server, task
 from palestra.extras.atropos.protocol import MAX_VALUE
 from palestra.models.chat.encode import RENDER_S
 from palestra.runs.manager import RunManager
-from palestra.servers import body, connections
+from palestra.servers import connections, web
 from palestra.servers.gateway import app
 from palestra.servers.openai import completer
 from palestra.servers.openai.sampling_fields import MAX_PROMPTS
@@ -39,7 +39,7 @@ def test_the_limits_that_the_pages_name_are_those_of_the_code():
 
     says(
         "docs/wire.md",
-        f"no whole header within {connections._HEADERS_S:g} s, or nothing of a body for {body._SILENCE_S:g} s",
+        f"no whole header within {connections._HEADERS_S:g} s, or nothing of a body for {web._SILENCE_S:g} s",
         f"up to {connections._MAX_CONNECTIONS:,} connections",
         f"up to {MAX_PROMPTS:,} completions (prompts × n) and {completer._MAX_TOKENS >> 20} M prompt tokens × n",
         f"in {app.MAX_BODY >> 20} MiB",

@@ -19,7 +19,7 @@ from builders import wait_until
 
 import palestra
 from palestra.core.errors import NotAllowedError, ServiceError, UnsupportedError
-from palestra.envs.load import load_env
+from palestra.envs.discover import load_env
 from palestra.envs.sandbox import Sandbox, SandboxLimits, isolation
 from palestra.envs.sandbox import sandbox as sandbox_module
 from palestra.envs.sandbox.inside import folder_size, remove_tree

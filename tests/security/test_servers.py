@@ -24,11 +24,10 @@ from palestra.extras.agent_tools.locks import Site
 from palestra.extras.atropos.protocol import ScoredGroup
 from palestra.extras.atropos.server import trajectory_app
 from palestra.runs.manager import RunManager
-from palestra.servers import body, web
-from palestra.servers.body import read_body
+from palestra.servers import web
 from palestra.servers.connections import Connections, LimitLines
 from palestra.servers.openai.inference import SglangBody, inference_app
-from palestra.servers.web import error_body, make_app, open_port, request_log
+from palestra.servers.web import error_body, make_app, open_port, read_body, request_log
 
 
 async def echo(request: Request) -> PlainTextResponse:
@@ -180,7 +179,7 @@ def test_silent_connections_make_room_for_clients_that_ask(serve):
 
 
 def test_a_body_that_stops_in_the_middle_is_refused(serve, monkeypatch):
-    monkeypatch.setattr(body, "_SILENCE_S", 1)
+    monkeypatch.setattr(web, "_SILENCE_S", 1)
     client = connect(serve(app()), b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc")
     assert b" 408 " in client.recv(4096)
 

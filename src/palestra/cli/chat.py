@@ -21,7 +21,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.messages import show_call, to_dict
 from palestra.core.text import visible
 from palestra.core.types import SamplingParams
-from palestra.envs.load import load_env
+from palestra.envs.discover import load_env
 from palestra.models.chat.template import ChatFormat
 from palestra.models.chat.written import check_tool_calls
 from palestra.rollout.agent_loop import AttemptLimits

@@ -19,7 +19,7 @@ GROUPS = {
         "init": ("init", "Write an agent file, cases and a measure to start from."),
         "train": ("train", "Train an agent and show that it got better."),
         "sft": ("train:sft", "Train a model on conversations."),
-        "eval": ("eval", "Score an agent without training."),
+        "eval": ("train:eval_command", "Score an agent without training."),
         "envs": ("env:envs", "List the available environments."),
         "env": ("env", "Run one environment: look at its rollouts, score a model on it."),
     },

@@ -19,8 +19,7 @@ from palestra.core.errors import (
 )
 from palestra.core.types import Group, Problem, Rollout
 from palestra.envs.base import Environment, Episode
-from palestra.envs.opening import NotOpened, Opener, close_episodes, close_now
-from palestra.envs.running import RunningEnv
+from palestra.envs.running import NotOpened, Opener, RunningEnv, close_episodes, close_now
 from palestra.evals.rollout_stats import length_metrics
 from palestra.rollout.agent_loop import NOT_FINITE, AttemptLimits, Speaker, run_attempt, wrap_user_error
 from palestra.rollout.local_models import LocalModels

@@ -104,7 +104,7 @@ class RunRequest:
     @property
     def dialect(self) -> str:
         """Whose environment it is: "palestra" or "atropos"."""
-        from palestra.envs.load import find_env
+        from palestra.envs.discover import find_env
 
         return find_env(self.environment).dialect if self.environment else "palestra"
 

@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from palestra.core import http
-from palestra.servers.body import MIB, read_body
-from palestra.servers.web import refuse
+from palestra.servers.web import MIB, read_body, refuse
 
 KEY_PREFIX = "sk-palestra-"  # of the keys of all attempts
 SILENCE_S = 600.0  # a model may reason for long before its first token

@@ -18,7 +18,7 @@ from palestra.core.machine import processors
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.run_folder import RunKind
 from palestra.envs.base import Environment
-from palestra.envs.opening import OpenTimeout, tools_of
+from palestra.envs.running import OpenTimeout, tools_of
 from palestra.evals.case_rates import CaseRates
 from palestra.learner.base import Learner
 from palestra.models.chat.grammars import grammar_compiler

@@ -13,7 +13,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, ServiceError, UnsupportedError, UserCodeError
 from palestra.core.http import Reply
 from palestra.core.run_folder import RunFolder
-from palestra.envs.load import load_env
+from palestra.envs.discover import load_env
 from palestra.extras.atropos.protocol import ModelLimits, WireClient
 from palestra.extras.atropos.server import trajectory_app
 from palestra.extras.atropos.task import Address, WireSource, WireTask

@@ -9,7 +9,7 @@ import pytest
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, RolloutError, SettingError
 from palestra.core.types import Group, Rollout, SamplingParams, Turn
-from palestra.envs.load import load_env
+from palestra.envs.discover import load_env
 from palestra.extras.atropos.protocol import WireClient
 from palestra.extras.atropos.server import trajectory_app
 from palestra.extras.atropos.worker import EnvironmentWorker

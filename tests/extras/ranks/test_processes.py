@@ -12,7 +12,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, ResourceError, SettingError
 from palestra.core.ranks import Ranks, RankVariables
 from palestra.core.types import Sample
-from palestra.envs.load import load_env
+from palestra.envs.discover import load_env
 from palestra.extras.ranks.learner import share_of_rows
 from palestra.extras.ranks.processes import rank_device
 from palestra.train.tasks import EnvironmentTask, FinishTask, require_ranks_support

@@ -24,8 +24,8 @@ from palestra.core.errors import (
     UserCodeError,
 )
 from palestra.core.types import Message, Rollout, ToolCall
+from palestra.envs.discover import load_env
 from palestra.envs.env import Env
-from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
 from palestra.extras.adapters.openenv import OpenEnv
 from palestra.extras.adapters.verifiers import TasksetEnv, VerifiersEnv

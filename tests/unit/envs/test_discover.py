@@ -8,8 +8,7 @@ import pytest
 
 from palestra.core.errors import NotFoundError, PalestraError, SettingError, UnsupportedError, UserCodeError
 from palestra.envs import discover as discovery
-from palestra.envs.discover import discover, in_file, package_of, read_source
-from palestra.envs.load import find_env, load_env
+from palestra.envs.discover import discover, find_env, in_file, load_env, package_of, read_source
 from palestra.extras.agent_tools.config_fields import describe_env
 
 

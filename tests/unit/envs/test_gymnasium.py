@@ -4,8 +4,8 @@ import pytest
 from playing import attempt
 
 from palestra.core.errors import PalestraError, SettingError, UnsupportedError
+from palestra.envs.discover import load_env
 from palestra.envs.env import EnvConfig
-from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
 from palestra.extras.adapters.gymnasium import GymEnv
 

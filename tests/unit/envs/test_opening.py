@@ -10,9 +10,9 @@ from builders import wait_until
 
 from palestra.core import calls as calls_module
 from palestra.core.types import Problem
-from palestra.envs import opening
+from palestra.envs import running as opening
 from palestra.envs.base import Episode
-from palestra.envs.opening import NotOpened, Opener, close_episodes
+from palestra.envs.running import NotOpened, Opener, close_episodes
 from palestra.rollout.collect import Collector, Runner
 
 PROBLEM = Problem("1", "Go.")

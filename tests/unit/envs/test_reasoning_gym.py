@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from palestra.core.errors import SettingError, UnsupportedError
-from palestra.envs.load import load_env
+from palestra.envs.discover import load_env
 from palestra.extras.environments.reasoning_gym import scorer
 
 pytest.importorskip("reasoning_gym")

@@ -10,7 +10,7 @@ from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 from palestra.core.errors import PalestraError
 from palestra.core.extras import provided
 from palestra.core.types import Problem, SamplingParams
-from palestra.envs import opening
+from palestra.envs import running as opening
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits, token_speakers
 from palestra.rollout.collect import AgentLoop, Collector

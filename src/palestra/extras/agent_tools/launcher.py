@@ -23,7 +23,7 @@ from palestra.extras.agent_tools.inference import InferenceTest
 from palestra.extras.agent_tools.locks import Site, load_site
 from palestra.extras.agent_tools.pending_run import PendingRunConfig
 from palestra.runs.manager import Run, RunManager
-from palestra.servers.body import SubjectBody, TestBody
+from palestra.servers.web import SubjectBody, TestBody
 
 DEMO = "demo"
 _CONFIG_S = 60.0

@@ -32,8 +32,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
 from palestra.extras.agent_tools.clients import MAX_SESSIONS, Clients, RlTools, call_in_thread
 from palestra.extras.agent_tools.tools import EFFECTS, TOOLS
-from palestra.servers.body import MIB, read_body
-from palestra.servers.web import Guard, refusal, refuse, while_connected
+from palestra.servers.web import MIB, Guard, read_body, refusal, refuse, while_connected
 
 _JSON, _JSON_LINES, _TEXT = "application/json", "application/x-ndjson", "text/plain"
 KINDS = {

@@ -21,8 +21,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError, UserCodeError
 from palestra.core.files import cache_folder, open_private, slug, write_json, write_text
 from palestra.core.secrets import clean_environment
-from palestra.envs.discover import package_of
-from palestra.envs.load import find_env
+from palestra.envs.discover import find_env, package_of
 from palestra.policy.openai import OpenAISettings
 from palestra.runs.request import RunRequest
 

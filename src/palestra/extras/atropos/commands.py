@@ -30,7 +30,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.text import show_path, visible
 from palestra.core.time_limit import outside_event_loop
 from palestra.env_api import collectors
-from palestra.envs.load import find_env
+from palestra.envs.discover import find_env
 from palestra.envs.running import RunningEnv
 from palestra.evals.findings import recorded_findings
 from palestra.evals.run_report.write import fill_template

@@ -14,7 +14,7 @@ from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import SettingError
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.time_limit import outside_event_loop
-from palestra.envs.load import env_class, find_env, load_env
+from palestra.envs.discover import env_class, find_env, load_env
 from palestra.envs.running import RunningEnv
 from palestra.extras.atropos import WIRE_DEFAULTS
 from palestra.extras.atropos.atropos import TRAINER_URL, AtroposEnv

@@ -26,8 +26,7 @@ from palestra.core.codec import decode, encode
 from palestra.core.secrets import clean_environment
 from palestra.extras.atropos.exchange import Exchange, PostedGroup, QueueFull, UnknownEnv
 from palestra.extras.atropos.protocol import EnvIdentifier, EnvRegistration, Registration, ScoredGroup
-from palestra.servers.body import MIB, parse, read_body, read_model
-from palestra.servers.web import Tally, make_app, refuse
+from palestra.servers.web import MIB, Tally, make_app, parse, read_body, read_model, refuse
 
 _ABSENT = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs",
            "messages", "images")  # fmt: skip

@@ -27,8 +27,7 @@ from palestra.extras.dashboard.catalog import Catalog, CatalogRun
 from palestra.extras.dashboard.rollout_index import RolloutIndex
 from palestra.extras.dashboard.summaries import actions, summary
 from palestra.runs.request import PALESTRA
-from palestra.servers.body import Form, SubjectBody, TestBody, read_model
-from palestra.servers.web import refuse
+from palestra.servers.web import Form, SubjectBody, TestBody, read_model, refuse
 
 Launcher = Any  # agent_tools.launcher.FormLauncher, which is another extra
 

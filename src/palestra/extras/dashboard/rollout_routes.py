@@ -25,8 +25,7 @@ from palestra.extras.dashboard.export_page import MAX_GROUPS, page_of_run, recor
 from palestra.extras.dashboard.rollout_index import ADVANTAGE, RolloutIndex
 from palestra.extras.dashboard.rollout_row import search_text, shown, snippet
 from palestra.extras.dashboard.transcripts import require_id
-from palestra.servers.body import parse
-from palestra.servers.web import refuse
+from palestra.servers.web import parse, refuse
 
 _SORTS = {
     "newest": ("id", "DESC"),

@@ -22,7 +22,7 @@ from palestra.core.http import Request, Retries, ask
 from palestra.core.messages import with_text
 from palestra.core.types import Array, Group, Lineage, Message, Problem, Rollout
 from palestra.envs.base import Environment
-from palestra.envs.opening import tools_of
+from palestra.envs.running import tools_of
 from palestra.evals.rollout_stats import leaks_hint
 from palestra.extras.distill.loss import TEACHER, WEIGHT, DistillLoss
 from palestra.learner.base import Learner

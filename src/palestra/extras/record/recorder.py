@@ -22,9 +22,8 @@ from starlette.routing import Route
 from palestra.core import http
 from palestra.core.files import append_jsonl
 from palestra.extras.record.trace_formats import Dialect, Traces, dialect_of, read_answer
-from palestra.servers.body import MIB, read_body
 from palestra.servers.forwarding import SILENCE_S, forward, passed_headers
-from palestra.servers.web import make_app
+from palestra.servers.web import MIB, make_app, read_body
 
 log = logging.getLogger("palestra")
 OPENAI, ANTHROPIC = "https://api.openai.com", "https://api.anthropic.com"

@@ -18,7 +18,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.text import visible
 from palestra.core.types import Problem
 from palestra.envs.base import Split
-from palestra.envs.load import load_env
+from palestra.envs.discover import load_env
 from palestra.evals.measures import Measure, as_measures
 from palestra.evals.suite import hold_out
 from palestra.extras.rescore.rescore import rescore

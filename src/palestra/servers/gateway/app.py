@@ -20,7 +20,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 
 from palestra.core.errors import ContextLengthError, InputError, PalestraError
-from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.forwarding import KEY_PREFIX, ForwardedAgent
 from palestra.servers.gateway.anthropic_messages import STATUS, CountBody, MessagesBody
 from palestra.servers.gateway.attempt import Attempt
@@ -28,7 +27,7 @@ from palestra.servers.gateway.chat_completions import ChatCompletionBody
 from palestra.servers.gateway.request import AgentRequests, ChatRequest, Event, Piece, fit_template
 from palestra.servers.gateway.responses import ResponseBody
 from palestra.servers.openai.completer import Completer
-from palestra.servers.web import error_body, make_app, message_of, refuse, while_connected
+from palestra.servers.web import MIB, error_body, make_app, message_of, parse, read_body, refuse, while_connected
 
 MAX_BODY = 16 * MIB
 _JSON_BYTES = 6  # of one character at most: \u0041

@@ -29,14 +29,13 @@ from palestra.models.loading import LoadedModel, load_model
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
 from palestra.policy.local import token_logprobs
-from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.gateway.app import MAX_BODY, OBJECT, dialect_routes, error_form, event_stream
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import response, token_text, usage
 from palestra.servers.gateway.request import Event
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest, decode
 from palestra.servers.openai.sampling_fields import Prompts, RequestForm, SamplingFields, TokenIds, is_batch
-from palestra.servers.web import make_app, while_connected
+from palestra.servers.web import MIB, make_app, parse, read_body, while_connected
 
 _DEFAULT_COMPLETION_TOKENS, _SGLANG_NEW_TOKENS = 16, 128
 Rows = Sequence[Sequence[Completion]]  # the completions of each request

@@ -29,12 +29,11 @@ from palestra.core.files import append_jsonl
 from palestra.core.group_codec import rollout_to_dict
 from palestra.core.messages import as_messages
 from palestra.core.types import Problem, ProgramResult, SamplingParams, Score
-from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.gateway.workers import WorkerAttempt
 from palestra.servers.openai.completer import Completer
-from palestra.servers.web import refuse, while_connected
+from palestra.servers.web import MIB, parse, read_body, refuse, while_connected
 from palestra.sources.programs.runner import case_of, hidden_columns
 
 TAKE_WAIT_S = 20.0  # how long a request for a case is held until there is one

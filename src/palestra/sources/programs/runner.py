@@ -18,7 +18,7 @@ from palestra.core.errors import PalestraError, RolloutError, text_of
 from palestra.core.messages import to_dict
 from palestra.core.types import Group, Lineage, Message, Problem, ProgramResult, Rollout, SamplingParams, Score
 from palestra.envs.base import Episode
-from palestra.envs.opening import Opener
+from palestra.envs.running import Opener
 from palestra.envs.suite_env import SuiteEnvironment, SuiteEpisode
 from palestra.rollout.agent_loop import wrap_user_error
 from palestra.rollout.collect import Runner, Started

@@ -25,8 +25,7 @@ from palestra.extras.tinker.server.checkpoints import TinkerPath, read_page
 from palestra.extras.tinker.server.futures import Request, Requests, TooBusy
 from palestra.extras.tinker.server.messages import read_forward_backward
 from palestra.extras.tinker.server.service import Service
-from palestra.servers.body import MIB, parse, read_body
-from palestra.servers.web import make_app, refuse
+from palestra.servers.web import MIB, make_app, parse, read_body, refuse
 
 log = logging.getLogger("palestra")
 
