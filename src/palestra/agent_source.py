@@ -117,7 +117,6 @@ class AgentOptions:
     """The options, with absolute paths, so that a run can be resumed from anywhere."""
 
     agent_cmd: str | None = None
-    agent_image: str | None = None
     agent_port: int | None = None
     agent_host: str | None = None
     cases: str | None = None
@@ -132,6 +131,7 @@ class AgentOptions:
     @classmethod
     def take(cls, parameters: dict[str, Any]) -> AgentOptions:
         """Remove the options from a command's parameters."""
+        _refuse_image(parameters.pop("agent_image", None))
         values = {f.name: parameters.pop(f.name) for f in fields(cls) if f.name in parameters}
         options = cls(**values, cwd=str(Path.cwd()))
         held_out = options.held_out
@@ -147,7 +147,9 @@ class AgentOptions:
     def from_record(cls, record: Mapping[str, Any] | None) -> AgentOptions:
         """The options of a run that is resumed."""
         try:
-            return cls(**{"cwd": str(Path.cwd()), **record}) if record else cls()
+            options = {"cwd": str(Path.cwd()), **record} if record else {}
+            _refuse_image(options.pop("agent_image", None))
+            return cls(**options)
         except TypeError:
             raise UnreadableFileError(
                 "run.json: agent_options are not those of a run; restore it from a copy"
@@ -187,10 +189,10 @@ class AgentOptions:
         return file, self._agent(agent), config
 
     def _check(self) -> None:
-        if self._is_started_here and self.agent_port is not None:
-            raise SettingError("--agent-cmd and --agent-image start agents, --agent-port waits for others; choose one")
+        if self.agent_cmd is not None and self.agent_port is not None:
+            raise SettingError("--agent-cmd starts agents, --agent-port waits for others; choose one")
         if self.agent_host is not None and not self.is_program:
-            raise SettingError("--agent-host goes with --agent-port, --agent-cmd or --agent-image")
+            raise SettingError("--agent-host goes with --agent-port or --agent-cmd")
         if self.is_program and (self.mcp or self.mcp_shared or self.instructions is not None or self.improved):
             raise SettingError(
                 "--mcp, --instructions and --improved are for our own agent loop; a program has tools and instructions "
@@ -218,12 +220,8 @@ class AgentOptions:
         return None if self.agent_host is None else os.environ.get("PALESTRA_TOKEN")
 
     @property
-    def _is_started_here(self) -> bool:
-        return self.agent_cmd is not None or self.agent_image is not None
-
-    @property
     def is_program(self) -> bool:
-        return self._is_started_here or self.agent_port is not None
+        return self.agent_cmd is not None or self.agent_port is not None
 
     def _held_out(self) -> EvalSuite | float:
         if self.held_out is None:
@@ -233,8 +231,8 @@ class AgentOptions:
     def _agent(self, agent: Agent) -> Agent:
         """The program, or the agent with the MCP servers."""
         address: dict[str, Any] = {"host": self.agent_host or "127.0.0.1", "token": self._token}
-        if self._is_started_here:
-            program = command_agent(self.agent_cmd or (), model=agent.model, cwd=self.cwd, image=self.agent_image)
+        if self.agent_cmd is not None:
+            program = command_agent(self.agent_cmd, model=agent.model, cwd=self.cwd)
             program.check_exists()
             scripts = [spec.rpartition(":")[0] for spec in self.measure]
             files = filter(None, (self.cases, self.held_out, *scripts, *map(cache_from_source, scripts)))
@@ -249,6 +247,14 @@ class AgentOptions:
             changed["instructions"] = self.instructions
         agent = replace(agent, **changed)
         return agent if self.improved is None else with_texts(agent, read_texts(Path(self.improved)))
+
+
+def _refuse_image(image: str | None) -> None:
+    """An option that was removed; stored runs have it as None."""
+    if image is not None:
+        raise SettingError(
+            "--agent-image was removed: start the container by --agent-cmd 'docker run --rm --init -i …'"
+        )
 
 
 def _is_share(text: str) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from palestra.agent_source import AgentOptions
 from palestra.api import GRPOTrainer
 from palestra.core.config import RunConfig
+from palestra.core.errors import SettingError
 from palestra.core.run_folder import RunFolder
 from palestra.envs.sandbox.sandbox import why_not
 
@@ -75,6 +76,12 @@ def test_the_token_for_other_machines_reaches_the_gateway_and_no_file(program, m
         assert "--agent-host" in chosen.arguments()
 
 
+def test_a_stored_run_is_resumed_unless_it_used_a_container_image():
+    assert AgentOptions.from_record({"agent_cmd": "sh a.sh", "agent_image": None}).agent_cmd == "sh a.sh"
+    with pytest.raises(SettingError, match="--agent-cmd 'docker run"):
+        AgentOptions.from_record({"agent_image": "shop:1"})
+
+
 def test_a_command_that_does_not_exist_is_told_before_a_run_begins(cli, program):
     assert "pyton agent.py" in cli.error("train", "--agent-cmd", "pyton agent.py", *program[2:])
     assert not Path("runs").exists()
@@ -85,7 +92,7 @@ def test_options_that_do_not_go_together_are_refused(cli, program):
         ([*program, "--agent-port", "0"], "choose"),
         ([*program, "--agent-host", "0.0.0.0"], "set a token"),
         (["--agent-host", "127.0.0.1"], "goes with --agent-port"),
-        (["--agent-image", "x", "--agent-port", "0"], "choose"),
+        (["--agent-image", "x"], "--agent-cmd 'docker run"),
         ([*program, "--mcp", "python server.py"], "our own agent loop"),
         (["--agent-cmd", "sh -c 'echo"], "no closing quotation"),
         (["--mcp", "sh -c 'echo", "--cases", "cases.jsonl", "--measure", "score.py:even"], "no closing quotation"),

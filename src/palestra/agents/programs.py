@@ -23,12 +23,11 @@ from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from palestra.agents.agent import Agent
-from palestra.agents.containers import ENGINE_VARIABLES, FOLDER, Containers
 from palestra.core.calls import call_with_limit
 from palestra.core.children import end_group, split_command
 from palestra.core.errors import CallTimeout, InputError, RolloutError, text_of
 from palestra.core.files import scratch_root
-from palestra.core.secrets import clean_environment, passed_on
+from palestra.core.secrets import clean_environment
 from palestra.core.text import read_json
 from palestra.core.types import ProgramResult
 
@@ -105,25 +104,18 @@ class CommandAgent(ProgramAgent):
     command: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None
-    containers: Containers | None = None  # where it runs, if not on this machine itself
     answer_files: Sequence[Path] = ()  # cases and measures: hidden from a program in the sandbox
 
     async def run(self, case: Mapping[str, Any], endpoint: Endpoint, limits: ProgramLimits) -> ProgramResult:
-        # files of a container's user may not be ours to remove
-        scratch = tempfile.TemporaryDirectory(
-            prefix="palestra-attempt-", dir=scratch_root(), ignore_cleanup_errors=self.containers is not None
-        )
-        with scratch as name:
+        with tempfile.TemporaryDirectory(prefix="palestra-attempt-", dir=scratch_root()) as name:
             folder = Path(name)
             (folder / "case.json").write_text(json.dumps(case, ensure_ascii=False), encoding="utf-8")
-            if self.containers is None:
-                env = {**clean_environment(), **self.env, **endpoint.variables(), **_file_variables(folder)}
-                self.check_exists(env)
-                command = limits.sandbox(self.command, folder, self.cwd) if limits.sandbox else self.command
-                ended = await _run_process(command, env, folder / "case.json", self.cwd, limits)
-            else:
-                ended = await self._run_in_container(self.containers, endpoint, folder, limits)
             file = folder / "result.json"
+            files = {"PALESTRA_CASE_FILE": str(folder / "case.json"), "PALESTRA_RESULT_FILE": str(file)}
+            env = {**clean_environment(), **self.env, **endpoint.variables(), **files}
+            self.check_exists(env)
+            command = limits.sandbox(self.command, folder, self.cwd) if limits.sandbox else self.command
+            ended = await _run_process(command, env, folder / "case.json", self.cwd, limits)
             if file.is_symlink() or not file.is_file():  # no pipe, from which nothing would come, and no file of ours
                 return ended
             try:
@@ -135,26 +127,8 @@ class CommandAgent(ProgramAgent):
             except ValueError:
                 return replace(ended, result=text)
 
-    async def _run_in_container(
-        self, containers: Containers, endpoint: Endpoint, folder: Path, limits: ProgramLimits
-    ) -> ProgramResult:
-        passed = {name: os.environ[name] for name in passed_on(os.environ) if name in os.environ}
-        variables = {**passed, **self.env, **endpoint.variables(), **_file_variables(FOLDER)}
-        urls = [each.base_url for each in (endpoint, *endpoint.agents.values())]
-        command = containers.command(self.command, folder.name, folder, variables, urls)
-        env = {**clean_environment(ENGINE_VARIABLES), **variables}
-        ended = None
-        try:
-            ended = await _run_process(command, env, folder / "case.json", self.cwd, limits)
-            return ended
-        finally:
-            if ended is None or ended.stopped:
-                await containers.remove(folder.name)
-
     def check_exists(self, env: Mapping[str, str] | None = None) -> None:
-        """RolloutError if there is no such program; in a container it is not looked for."""
-        if self.containers is not None:
-            return
+        """RolloutError if there is no such program."""
         env = {**clean_environment(), **self.env} if env is None else env
         program = str(Path(self.cwd or "", self.command[0])) if "/" in self.command[0] else self.command[0]
         if shutil.which(program, path=env.get("PATH")) is None:
@@ -254,31 +228,22 @@ def command_agent(
     model: str | None = "palestra/tiny",
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
-    image: str | None = None,
 ) -> CommandAgent:
     """An agent that is a program: `train_grpo(command_agent(["python", "my_agent.py"]), suite, …)`.
 
     Each attempt is a process. It finds the model by OPENAI_BASE_URL and OPENAI_API_KEY (or ANTHROPIC_BASE_URL and
     ANTHROPIC_API_KEY), and the case as JSON on its standard input and in the file PALESTRA_CASE_FILE.
-
-    With `image` each attempt is a container of that image (docker or podman); an empty command is the image's own.
     """
     words = split_command(command)
-    containers = None if image is None else Containers.of_image(image)
-    if not words and containers is None:
+    if not words:
         raise InputError("the agent's command is empty; give the program and its arguments: ['python', 'my_agent.py']")
-    own_name = name or _name_of(words or [str(image).rpartition("/")[2].partition(":")[0]])
     folder = None if cwd is None else str(cwd)
-    return CommandAgent(own_name, model, command=tuple(words), env=dict(env or {}), cwd=folder, containers=containers)
+    return CommandAgent(name or _name_of(words), model, command=tuple(words), env=dict(env or {}), cwd=folder)
 
 
 def function_agent(function: Callable[..., Any], model: str | None = "palestra/tiny") -> FunctionAgent:
     """An agent that is a function of this process."""
     return FunctionAgent(getattr(function, "__name__", "agent").strip("<>"), model, function=function)
-
-
-def _file_variables(folder: str | Path) -> dict[str, str]:
-    return {"PALESTRA_CASE_FILE": f"{folder}/case.json", "PALESTRA_RESULT_FILE": f"{folder}/result.json"}
 
 
 def _name_of(words: Sequence[str]) -> str:

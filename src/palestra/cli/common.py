@@ -71,7 +71,7 @@ def agent_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--cases", metavar="FILE", help="Cases as JSON lines: input, expect, and what else you need."),
         click.option("--agent-port", type=click.IntRange(0, 65535), help="Let other agents take cases at this port."),
         click.option("--agent-host", metavar="ADDRESS", help="Where agents reach the model. [default: 127.0.0.1]"),
-        click.option("--agent-image", metavar="IMAGE", help="Run each attempt in a container (docker or podman)."),
+        click.option("--agent-image", hidden=True),  # removed
         click.option("--agent-cmd", metavar="COMMAND", help="A program that calls the model by its base URL."),
     ):
         function = option(function)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -124,15 +123,11 @@ class ProgramTask:
                         f"agent.sandbox needs namespaces, which do not work here: {reason}; leave it out"
                     )
             address: dict[str, Any] = {"host": program.host, "port": program.port, "token": program.token}
-            if isinstance(program, CommandAgent) and program.containers is not None:
-                parts.config.refuse(["agent.sandbox"], "each attempt is a container")
-                if is_loopback(program.host):
-                    address |= {"host": program.containers.gateway_host(), "token": secrets.token_urlsafe()}
-            elif isinstance(program, CommandAgent) and program.answer_files and not in_sandbox:
+            if isinstance(program, CommandAgent) and program.answer_files and not in_sandbox:
                 files = ", ".join(file.name for file in program.answer_files if file.suffix != ".pyc" and file.exists())
                 parts.watcher.warn(f"the agent's program can read the answers in {files}; agent.sandbox hides them")
             address |= {"routes": program.routes(), "unix_socket": in_sandbox}
-            workers = self._workers(parts.config, address["host"])
+            workers = self._workers(parts.config)
             if workers:
                 parts.policy.turns_at_once = sys.maxsize  # other processes deliver them
             self.gateway = Gateway(model, sampling, **address, workers=workers)
@@ -140,14 +135,14 @@ class ProgramTask:
                 parts.watcher.note(f"agents take their cases with POST {self.gateway.url}/attempts")
         return self.gateway
 
-    def _workers(self, config: RunConfig, host: str) -> int:
+    def _workers(self, config: RunConfig) -> int:
         """The number of the gateway's workers; 0 where agents need the gateway's own port or socket."""
         program, reason = self.program, ""
         if config.agent.sandbox:
             reason = "agents in a sandbox reach the gateway's socket alone"
         elif program.posts_reward:
             reason = "external agents know the gateway's own address alone"
-        elif program.port or not is_loopback(host):
+        elif program.port or not is_loopback(program.host):
             reason = "agents use the gateway's own address and port"
         if reason:
             if config.agent.gateway_workers:
