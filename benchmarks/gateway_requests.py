@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from palestra.core.machine import interpreter_for_many_rollouts
 from palestra.core.types import Problem, SamplingParams, Turn
 from palestra.models.loading import load_tokenizer
 from palestra.policy.base import Policy
@@ -201,11 +200,10 @@ def main() -> None:
     if options.play:
         asyncio.run(client())
         return
-    with interpreter_for_many_rollouts():  # as in a training
-        if not options.large:
-            print(json.dumps(asyncio.run(measure(options))))
-        for context in (2048, 100_000, 2 * options.large) if options.large else ():
-            print(json.dumps(asyncio.run(measure_delay(options.large, context))), flush=True)
+    if not options.large:
+        print(json.dumps(asyncio.run(measure(options))))
+    for context in (2048, 100_000, 2 * options.large) if options.large else ():
+        print(json.dumps(asyncio.run(measure_delay(options.large, context))), flush=True)
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:

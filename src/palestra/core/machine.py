@@ -1,5 +1,5 @@
-"""This machine: processors, memory, free ports, installed packages; CUDA graph capture and transfers to a GPU; the
-settings of the Python interpreter; where the time of a step goes.
+"""This machine: processors, memory, free ports, installed packages; CUDA graph capture and transfers to a GPU; where
+the time of a step goes.
 
 >>> phases = Phases()
 >>> with phases("sample"):
@@ -11,10 +11,8 @@ settings of the Python interpreter; where the time of a step goes.
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-MADE_UNTIL_COLLECTION = 200_000  # objects; a step of 1,000 rollouts leaves about as many until the next
-SWITCH_S = 0.0005  # after which another thread may have the interpreter; Python's own is 0.005
 SMALL_MODEL_PARAMETERS = 20_000_000  # below, a matrix product is too small to be split among threads
 
 
@@ -133,30 +129,6 @@ def put(*pairs: tuple[Tensor, np.ndarray]) -> None:
     arrays = to_device((torch.from_numpy(array) for _, array in pairs), pairs[0][0].device)
     for (target, _), source in zip(pairs, arrays, strict=True):
         target[: source.shape[0], : source.shape[1]].copy_(source)
-
-
-@contextmanager
-def interpreter_for_many_rollouts() -> Iterator[None]:
-    """Python's garbage collector and its threads, set for steps with hundreds of rollouts.
-
-    A step makes a million objects, nearly none of them in cycles: the collector passes over all that exists now
-    (modules, the model, problems) and looks less often, which takes a third of the host's part of a step. And whoever
-    starts the GPU's work waits less for the thread that writes records: it hands the interpreter over with each start.
-    """
-    is_frozen = gc.get_freeze_count() > 0  # by whoever owns this process, to stay so
-    if not is_frozen:
-        gc.collect()
-        gc.freeze()
-    threshold, interval = gc.get_threshold(), sys.getswitchinterval()
-    gc.set_threshold(MADE_UNTIL_COLLECTION, *threshold[1:])
-    sys.setswitchinterval(min(interval, SWITCH_S))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
-        gc.set_threshold(*threshold)
-        if not is_frozen:
-            gc.unfreeze()
 
 
 class Phases(threading.local):

@@ -26,7 +26,6 @@ from palestra.core.channel import Channel, Handlers, LogToChannel
 from palestra.core.children import Fork
 from palestra.core.codec import CodecError, exact_problem
 from palestra.core.errors import PalestraError, ResourceError, SettingError
-from palestra.core.machine import interpreter_for_many_rollouts
 from palestra.core.types import Group, Problem
 from palestra.policy.base import Policy
 from palestra.policy.channel import ChannelPolicy, PolicyServer
@@ -210,8 +209,7 @@ class _Serving:
         self._channel = self._policy.channel = Channel(sock, {**handlers, **self._policy.handlers}, ended.set)
         logging.getLogger().handlers = [LogToChannel(self._channel)]
         log.handlers, log.propagate = [], True
-        with interpreter_for_many_rollouts():
-            await ended.wait()
+        await ended.wait()
 
     def _prepare(self, job: Job, group_size: int, problems: list[Problem]) -> None:
         self._policy.begin_job(*job)

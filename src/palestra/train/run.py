@@ -23,7 +23,6 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, PalestraError, StateError, TrainingError, UserCodeError, text_of
 from palestra.core.extras import provided
 from palestra.core.files import is_unwritable
-from palestra.core.machine import interpreter_for_many_rollouts
 from palestra.core.ranks import join
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.types import Group
@@ -188,7 +187,6 @@ class Run:
         self.stages.save_model = self._save_model
         with ExitStack() as stack:
             stack.enter_context(sigterm_as_ctrl_c())
-            stack.enter_context(interpreter_for_many_rollouts())
             stack.push(lambda kind, error, trace: self.backend.close(error is None))
             training.watcher.started(self.folder.path)
             if ranks.is_first:

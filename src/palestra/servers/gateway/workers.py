@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from palestra.core import children
 from palestra.core.channel import Channel, Handlers, LogToChannel
 from palestra.core.errors import PalestraError, RolloutError, StateError
-from palestra.core.machine import interpreter_for_many_rollouts, processors
+from palestra.core.machine import processors
 from palestra.core.secrets import clean_environment, hide_memory
 from palestra.core.types import Problem, Rollout, SamplingParams
 from palestra.policy.channel import ChannelPolicy, PolicyServer
@@ -267,8 +267,7 @@ async def main() -> None:
     _, handles, _, _ = socket.recv_fds(to_trainer, 1, 1)
     worker = Worker(to_trainer)
     logging.basicConfig(handlers=[LogToChannel(worker.channel)], level=logging.WARNING, format="%(message)s")
-    with interpreter_for_many_rollouts():
-        await Server(worker.app()).serve(sockets=[socket.socket(fileno=handles[0])])  # until the channel is closed
+    await Server(worker.app()).serve(sockets=[socket.socket(fileno=handles[0])])  # until the channel is closed
 
 
 if __name__ == "__main__":
