@@ -245,57 +245,6 @@ def shared_attention(
         _store_part(PART, PART_ML, place, real, d, acc, total, m, D)
 
 
-@triton.jit(do_not_specialize=["splits"])
-def multi_token_attention(
-    Q, K, V, TABLES, LENS, PAGES, OUT, PART, PART_ML,
-    table_width, scale, softcap, window, splits,
-    KV: tl.constexpr, G: tl.constexpr, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PAGE: tl.constexpr, T: tl.constexpr, WHOLE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Up to N new tokens of each row, the first at LENS - 1, attend to the row's pages; grid (rows, KV heads, splits).
-
-    Their queries are ready and their KV is stored. Tokens with the page -1 are not there. Each token sees the keys up
-    to its own. A row of length 0 is dead.
-    """
-    b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    n = tl.load(LENS + b)
-    i, d, t, o = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, T), tl.arange(0, 16)
-    in_d = d < D
-    is_there = tl.load(PAGES + b * N + o, mask=o < N, other=-1) >= 0
-    length = tl.where(n > 0, n - 1 + tl.sum(is_there.to(tl.int32), 0), 0)
-    token = i // G
-    rows = ((i < N * G) & (token < length - n + 1))[:, None] & in_d[None, :]
-    head = (b * N + token) * (KV * G) + h * G + i % G
-    q = tl.load(Q + head[:, None] * D + d[None, :], mask=rows, other=0.0)
-    position = n - 1 + token
-    first = tl.maximum(n - window, 0) // T if WINDOW else 0
-    end = tl.cdiv(length, T)
-    span = tl.cdiv(tl.maximum(end - first, 0), splits)
-    low = first + split * span
-    m = tl.full((M,), -1e30, tl.float32)
-    total = tl.zeros((M,), tl.float32)
-    acc = tl.zeros((M, DP), tl.float32)
-    for tile in range(low, tl.minimum(low + span, end)):
-        page = tl.load(TABLES + b * table_width + tile * T // PAGE).to(tl.int64)
-        at = ((page * KV + h) * PAGE + tile * T % PAGE + t[:, None]) * D + d[None, :]
-        key = tile * T + t
-        k = tl.load(K + at, mask=(key < length)[:, None] & in_d[None, :], other=0.0)
-        v = tl.load(V + at, mask=(key < length)[:, None] & in_d[None, :], other=0.0)
-        seen = key[None, :] <= position[:, None]
-        if WINDOW:
-            seen = seen & (key[None, :] > position[:, None] - window)
-        s = tl.where(seen, _scores(q, k, scale, softcap, SOFTCAP, PRECISION), -float("inf"))
-        acc, total, m = _add_values(acc, total, m, s, v, PRECISION)
-    written = (i < N * G)[:, None] & in_d[None, :]
-    if WHOLE:
-        out = acc / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(OUT + head[:, None] * D + d[None, :], out.to(OUT.dtype.element_ty), mask=written)
-    else:
-        place = head * splits + split
-        _store_part(PART, PART_ML, place, i < N * G, d, acc, total, m, D)
-
-
 @triton.jit(do_not_specialize=["splits", "parts"])
 def combine_parts(
     PART, PART_ML, SHARED, LENS, OUT, splits, parts,
