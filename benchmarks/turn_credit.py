@@ -3,8 +3,8 @@
     python benchmarks/turn_credit.py [--seeds 0 1 2] [--tokens 30000] [--learning-rate 3e-4] [--model FOLDER]
                                      [--json FILE]
 
-The environment `treasure` (find the key, then the chest) with palestra/tiny. The model cannot play it untrained, so it
-first learns the commands from the games of a player that walks at random. Every training starts from that model;
+The environment of treasure.py (find the key, then the chest) with palestra/tiny. The model cannot play it untrained, so
+it first learns the commands from the games of a player that walks at random. Every training starts from that model;
 `--model` reuses or keeps it.
 """
 
@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_sampling import outcome
+from treasure import WAYS, Treasure
 
 from palestra.core.config import RunConfig
 from palestra.core.types import Problem
 from palestra.env_api import train_env
 from palestra.envs.discover import load_env
 from palestra.envs.running import RunningEnv
-from palestra.extras.environments.treasure import WAYS, Treasure
 
 GAMES = 160  # of the random player
 HOUSE = {"width": 3, "height": 1, "spare_turns": 4, "train_size": 200, "held_out_size": 100}
@@ -44,7 +44,7 @@ CREDITS: dict[str, dict[str, Any]] = {
 
 
 def make_env() -> RunningEnv:
-    return load_env("treasure", HOUSE)
+    return load_env(str(Path(__file__).with_name("treasure.py")), HOUSE)
 
 
 def random_game(env: Treasure, rng: random.Random) -> list[dict[str, str]]:

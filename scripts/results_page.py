@@ -65,8 +65,8 @@ torch {where["torch"]}, transformers {where["transformers"]}.
   in bfloat16. Default settings apart from the number of steps of catalogue and sql (20 and 18; planner has the default,
   40). Two or three runs shared the GPU, so their memory was limited (`model.kv_memory_gib`,
   `train.tokens_per_micro_batch`), and catalogue and sql took the step size that the shared memory allows, 32 × 8.
-  Catalogue and sql were chosen after pilots of catalogue, sql and the text game `treasure`. Planner was the first task
-  that was tried: it passes too rarely to be learned by GRPO alone.
+  Catalogue and sql were chosen after pilots of catalogue, sql and the text game of `benchmarks/treasure.py`. Planner
+  was the first task that was tried: it passes too rarely to be learned by GRPO alone.
 
 """
 

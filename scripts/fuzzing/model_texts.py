@@ -124,9 +124,6 @@ def trace_inputs(file: Path, everywhere: list[tuple[str, str]]) -> Iterator[tupl
     """Each trace format with the text where an assistant, a call or a result has one."""
     call = {"id": "1", "type": "function", "function": {"name": "stock", "arguments": "TEXT"}}
     block = {"type": "tool_use", "id": "1", "name": "stock", "input": {}}
-    step = {"source": "agent", "message": "TEXT", "tool_calls": [], "observation": {"results": [{"content": "TEXT"}]}}
-    ask = {"from": "human", "value": "Hello"}
-    calls = '<tool_call>{"name": "stock"}</tool_call>' * 3
     records: dict[str, Any] = {
         "OpenAI": {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": [call]}]},
         "TRL": {"prompt": "Hello", "completion": "TEXT"},
@@ -134,10 +131,6 @@ def trace_inputs(file: Path, everywhere: list[tuple[str, str]]) -> Iterator[tupl
             {"role": "user", "content": "TEXT"}, {"role": "assistant", "content": [block]},
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "TEXT"}]},
         ]},
-        "ShareGPT answer": {"conversations": [ask, {"from": "gpt", "value": "TEXT"}]},
-        "ShareGPT call": {"conversations": [ask, {"from": "function_call", "value": "TEXT"}]},
-        "ShareGPT result": {"conversations": [ask, {"from": "gpt", "value": calls}, {"from": "tool", "value": "TEXT"}]},
-        "ATIF": {"schema_version": "ATIF-v1.4", "steps": [{"source": "user", "message": "Hello"}, step]},
     }  # fmt: skip
     tagged = [
         f"<{tag}>{inside}</{tag}>" for tag in ("tool_call", "tool_response") for inside in ('{"name": "stock"}', "")

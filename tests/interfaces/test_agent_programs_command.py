@@ -1,6 +1,8 @@
 """`palestra train --agent-cmd …`: a program of the user's is trained, resumed and scored like any other agent."""
 
+import asyncio
 import json
+import os
 import re
 import shlex
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from palestra.agent_source import AgentOptions
+from palestra.agents.programs import Endpoint, ProgramLimits, command_agent
 from palestra.api import GRPOTrainer
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError
@@ -74,6 +77,32 @@ def test_the_token_for_other_machines_reaches_the_gateway_and_no_file(program, m
         assert (agent.host, agent.token) == ("0.0.0.0", "a-token-of-this-test")
         assert "a-token-of-this-test" not in repr((chosen.record(), chosen.arguments(), agent))
         assert "--agent-host" in chosen.arguments()
+
+
+def test_the_script_for_containers_hands_on_the_case_the_address_and_the_result(tmp_path, monkeypatch):
+    """With a stand-in for docker that runs the command here, with the variables that the script names."""
+    page = (Path(__file__).parents[2] / "docs" / "bring_your_agent.md").read_text()
+    (tmp_path / "in_docker.sh").write_text(re.findall(r"```sh\n(folder=.*?)```", page, re.DOTALL)[0])
+    (tmp_path / "agent.py").write_text(
+        "import json, os, sys\n"
+        "file = open(os.environ['PALESTRA_RESULT_FILE'], 'w')\n"
+        "json.dump([json.load(sys.stdin), os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY']], file)\n"
+    )
+    docker = tmp_path / "docker"
+    docker.write_text(
+        f"#!{sys.executable}\nimport os, sys\nwords = sys.argv[1:]\nat = words.index('my-agent:latest')\n"
+        "folder, inside = words[words.index('-v') + 1].split(':')\n"
+        "assert folder == inside and os.path.exists(folder + '/case.json')\n"
+        "names = [words[i + 1] for i in range(at) if words[i] == '-e'] + ['PATH']\n"
+        "os.execvpe(words[at + 1], words[at + 1 :], {name: os.environ[name] for name in names})\n"
+    )
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    agent = command_agent("sh in_docker.sh", cwd=tmp_path)
+    endpoint = Endpoint("http://127.0.0.1:9/attempt/a/v1", "sk-own", "a")
+    ended = asyncio.run(agent.run({"input": "hi"}, endpoint, ProgramLimits(60.0)))
+    assert ended.exit_code == 0, ended.stderr
+    assert ended.result == [{"input": "hi"}, endpoint.base_url, "sk-own"]
 
 
 def test_a_stored_run_is_resumed_unless_it_used_a_container_image():

@@ -68,6 +68,7 @@ OTHERS = {
     r"curl .*/(attempts|tools/rl_)": "a request to our servers; test_agent_programs_command.py, test_rl_transports.py",
     r"\.venv/bin/(pytest|ruff|mypy)": "tools of the extra dev",
     r"python examples/judge_agreement.py ": "asks a model; test_judge_agreement.py",
+    r"folder=|exec docker run ": "needs docker; test_agent_programs_command.py runs it with a stand-in",
     r"ollama run ": "needs Ollama; tests/extras/gguf/test_ollama.py",
     r"(vllm serve|ray start) ": "another program; make test-vllm, make test-ray",
     r"export TINKER_API_KEY=|python -m tinker_cookbook|torchrun .* my_script.py|python my_agent.py": "the user's own",
@@ -114,6 +115,7 @@ def test_every_command_and_option_of_the_text_exists(page: Path) -> None:
 def test_every_option_and_setting_that_a_page_names_exists() -> None:
     known = all_options()
     others = {"--no-deps", "--small", "--no-enable-chunked-prefill"}  # of pip, scripts/results.py and vLLM
+    others |= {"--init", "--network", "--user"}  # of docker run
     others |= {"--max-lora-rank", "--max-loras", "--enable-lora", "--enable-sleep-mode"}
     own = ("--env.", "--openai.")  # an environment's
     found = {(name_of(page), name) for page in PAGES for name in mentioned_options(page)}

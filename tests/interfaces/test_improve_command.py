@@ -111,6 +111,7 @@ def test_a_reflector_that_fails_does_not_end_the_search(cli, agent_file: Path) -
         (["--only", "tool prize"], "tool price"),
         (["--budget", "5"], "at least"),
         (["--reflect", "gpt-5-mini"], "OPENAI_API_KEY"),
+        (["--merges", "3"], "merges was removed"),
     ],
 )
 def test_wrong_options_are_explained(cli, agent_file: Path, monkeypatch, options: list[str], word: str) -> None:

@@ -57,8 +57,8 @@ def test_repeated_texts_in_verdicts_reasoning_and_trace_files_cost_no_more_than_
     assert faults_of(_call_pattern(("add",)).findall, "", "\n") == []
     file = tmp_path / "traces.jsonl"
     inputs = {name: parse for name, parse, _, _ in model_texts.trace_inputs(file, [("", "a")])}
-    assert faults_of(inputs["ShareGPT answer"], "<tool_call>", " ") == []
-    assert faults_of(inputs["ShareGPT result"], "<tool_response>", " ") == []
+    assert faults_of(inputs["TRL"], "<tool_call>", " ") == []
+    assert faults_of(inputs["Anthropic"], "<tool_response>", " ") == []
 
 
 def faults_of(parse, start, unit, size=model_texts.SIZE):

@@ -227,7 +227,7 @@ def sft(
 ) -> dict[str, Any]:
     """Train a model on conversations: cross-entropy on what the assistant says in them.
 
-    TRACES is a file of JSON lines (OpenAI, Anthropic, ShareGPT or ATIF; what `palestra record` writes), or a run, whose
+    TRACES is a file of JSON lines (OpenAI, TRL or Anthropic; what `palestra record` writes), or a run, whose
     passed rollouts are learned.
 
     \b

@@ -1,6 +1,6 @@
-"""Conversations that show how a model should act, read from files of four formats.
+"""Conversations that show how a model should act, read from files.
 
-The format is recognised line by line: OpenAI chat (also what `palestra record` writes), Anthropic, ShareGPT and ATIF.
+The format is recognised line by line: OpenAI chat (also what `palestra record` writes), TRL and Anthropic.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from palestra.core.types import Message, ToolCall
 
 Json = dict[str, Any]
 FORMATS = (
-    'OpenAI chat {"messages": […], "tools": […]}, TRL {"prompt": …, "completion": …}, Anthropic {"system": …, '
-    '"messages": […]}, ShareGPT {"conversations": […]} and ATIF {"schema_version": "ATIF-v1.4", "steps": […]}'
+    'OpenAI chat {"messages": […], "tools": […]}, TRL {"prompt": …, "completion": …} and '
+    'Anthropic {"system": …, "messages": […]}'
 )
+_REMOVED = {"conversations": "ShareGPT", "steps": "ATIF"}  # key -> the format that has it
 ANTHROPIC_BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 log = logging.getLogger("palestra")
 _CONVERSION_ERRORS = (PalestraError, ValueError, KeyError, TypeError, AttributeError)
@@ -94,8 +95,6 @@ def conversation_from(record: Any, origin: str) -> Conversation:
 
 def _to_chat(record: Json) -> Json:
     """A record in OpenAI's chat form. Raises ValueError and its like for what cannot be converted."""
-    if "steps" in record or "conversations" in record:
-        return provided("traces of other programs")(record)
     if "prompt" in record and "completion" in record:
         asked, said = record["prompt"], record["completion"]  # TRL's form: texts or messages
         asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
@@ -104,6 +103,11 @@ def _to_chat(record: Json) -> Json:
         asked = [{**message, "weight": 0} if message.get("role") == "assistant" else message for message in asked]
         record = {**record, "messages": [*asked, *said]}
     if not isinstance(record.get("messages"), list):
+        for key in _REMOVED.keys() & record.keys():
+            raise ValueError(
+                f'{_REMOVED[key]} files {{"{key}": […]}} are no longer read; convert each to OpenAI\'s form, '
+                '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}], "tools": […]}'
+            )
         raise ValueError(f"the format of an object with the keys {sorted(record)} is not known; use {FORMATS}")
     blocks = [b for m in record["messages"] if isinstance(m.get("content"), list) for b in m["content"]]
     tools = record.get("tools")

@@ -18,7 +18,7 @@ EXTRAS = {
     "atropos": "environments in other programs, over the trajectory API; Atropos environments",
     "dashboard": "runs in a browser",
     "distill": "distillation: learning from a teacher's probabilities along the model's own rollouts",
-    "environments": "the library: calculator, sql, treasure, shell, reasoning-gym, …",
+    "environments": "the library: calculator, sql, shell, reasoning-gym, …",
     "gguf": "GGUF files in and out, Ollama, palestra/smollm2",
     "improve": "better instructions and tool descriptions by reflection (GEPA)",
     "plan": "time, memory and cost of a training, predicted",

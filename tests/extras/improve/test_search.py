@@ -14,14 +14,13 @@ from palestra.extras.improve.search import (
     Trial,
     choose_parent,
     front,
-    mergeable,
 )
 
 CASES = [f"c{i}" for i in range(8)]
 
 
-def candidate(number: int, scores: Sequence[float], parents=(), **texts: str) -> Candidate:
-    return Candidate(number, {"a": "", "b": ""} | texts, dict(zip(CASES, scores, strict=False)), parents)
+def candidate(number: int, scores: Sequence[float]) -> Candidate:
+    return Candidate(number, {"a": "", "b": ""}, dict(zip(CASES, scores, strict=False)))
 
 
 def test_the_front_has_who_is_best_on_some_case_and_no_dominated_one():
@@ -36,17 +35,6 @@ def test_parents_are_drawn_by_the_cases_on_which_they_are_best():
     drawn = [choose_parent([often, rarely], random.Random(i)).number for i in range(400)]
     assert 0.65 < drawn.count(0) / 400 < 0.85
     assert 1 in drawn
-
-
-def test_a_merge_takes_what_each_line_has_changed():
-    root = candidate(0, [0, 0])
-    left, right = candidate(1, [1, 0], (0,), a="A"), candidate(2, [0, 1], (0,), b="B")
-    merged = mergeable([root, left, right], set(), random.Random(0))
-    assert merged is not None
-    assert (merged.parents, merged.texts, merged.changed) == ((1, 2), {"a": "A", "b": "B"}, ("a", "b"))
-    assert mergeable([root, left, right], {(1, 2)}, random.Random(0)) is None
-    child = candidate(2, [0, 1], (1,), a="A", b="B")
-    assert mergeable([root, left, child], set(), random.Random(0)) is None  # one is the other's ancestor
 
 
 def search(reflect=None, components=("a", "b"), **limits: int) -> tuple[Search, list[str]]:

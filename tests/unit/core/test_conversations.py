@@ -1,4 +1,4 @@
-"""Conversations in four formats become the same messages; what is wrong is named with its line."""
+"""Conversations in each format become the same messages; what is wrong is named with its line."""
 
 from __future__ import annotations
 
@@ -53,22 +53,6 @@ ANTHROPIC = {
     ],
     "tools": [{"name": "price", "description": "Look up.", "input_schema": SCHEMA}],
 }
-CALLS = [
-    {"tool_call_id": call_id, "function_name": "price", "arguments": {"item": item}}
-    for call_id, item in (("a", "tea"), ("b", "milk"))
-]
-SEEN = {"results": [{"source_call_id": "b", "content": "2"}, {"source_call_id": "a", "content": "4"}]}
-ATIF = {
-    "schema_version": "ATIF-v1.5",
-    "session_id": "s",
-    "agent": {"name": "clerk", "version": "1", "tool_definitions": [TOOL]},
-    "steps": [
-        {"step_id": 1, "source": "system", "message": "Be brief."},
-        {"step_id": 2, "source": "user", "message": "Tea and milk?"},
-        {"step_id": 3, "source": "agent", "message": "", **THOUGHT, "tool_calls": CALLS, "observation": SEEN},
-        {"step_id": 4, "source": "agent", "message": "4 and 2."},
-    ],
-}
 EXPECTED = (
     Message("system", "Be brief."),
     Message("user", "Tea and milk?"),
@@ -90,7 +74,7 @@ def read_one(tmp_path: Path, record: Any) -> Conversation:
     return conversation
 
 
-@pytest.mark.parametrize("record", [OPENAI, ANTHROPIC, ATIF], ids=["openai", "anthropic", "atif"])
+@pytest.mark.parametrize("record", [OPENAI, ANTHROPIC], ids=["openai", "anthropic"])
 def test_parallel_calls_results_reasoning_and_tools_are_the_same_in_each_format(tmp_path, record):
     conversation = read_one(tmp_path, record)
     assert conversation.messages == EXPECTED
@@ -98,36 +82,6 @@ def test_parallel_calls_results_reasoning_and_tools_are_the_same_in_each_format(
     assert conversation.messages[2].reasoning == "Two calls."
     assert sum(bool(message.reasoning) for message in conversation.messages) == 1
     assert conversation.origin == f"{tmp_path / 'traces.jsonl'}, line 1"
-
-
-def said(conversation: Conversation) -> list[tuple[str, str, list[str]]]:
-    return [(m.role, m.text, [call.arguments["item"] for call in m.tool_calls]) for m in conversation.messages]
-
-
-def sharegpt(*turns: tuple[str, str], **more: Any) -> dict[str, Any]:
-    return {"conversations": [{"from": role, "value": value} for role, value in turns], **more}
-
-
-def test_sharegpt_may_have_calls_and_results_in_the_text(tmp_path):
-    calls = """<tool_call>
-{"name": "price", "arguments": {"item": "tea"}}
-</tool_call>
-<tool_call>
-{'name': 'price', 'arguments': {'item': 'milk'}}
-</tool_call>"""
-    record = sharegpt(
-        ("human", "Tea and milk?"),
-        ("gpt", f"One moment.\n{calls}"),
-        ("tool", "<tool_response>\n4\n</tool_response>\n<tool_response>\n2\n</tool_response>"),
-        ("gpt", "4 and 2."),
-    )
-    assert said(read_one(tmp_path, record)) == [
-        ("user", "Tea and milk?", []),
-        ("assistant", "One moment.", ["tea", "milk"]),
-        ("tool", "4", []),
-        ("tool", "2", []),
-        ("assistant", "4 and 2.", []),
-    ]
 
 
 @pytest.mark.parametrize("as_text", [True, False])
@@ -143,56 +97,9 @@ def test_a_completion_is_trained_and_its_prompt_is_not(tmp_path, as_text):
     assert conversation.untrained == (frozenset() if as_text else frozenset({1}))
 
 
-def test_sharegpt_calls_belong_to_the_text_before_them(tmp_path):
-    calls = [{"name": "price", "arguments": {"item": item}} for item in ("tea", "milk")]
-    record = sharegpt(
-        ("human", "Tea and milk?"),
-        ("gpt", "One moment."),
-        ("function_call", json.dumps(calls)),
-        ("observation", '["4", 2]'),
-        ("gpt", "4 and 2."),
-        ("human", "Tea?"),
-        ("function_call", json.dumps(calls[0])),
-        ("tool", "4"),
-        ("gpt", "4."),
-        system="Be brief.",
-        tools=json.dumps([TOOL["function"]]),
-    )
-    conversation = read_one(tmp_path, record)
-    assert said(conversation) == [
-        ("system", "Be brief.", []),
-        ("user", "Tea and milk?", []),
-        ("assistant", "One moment.", ["tea", "milk"]),
-        ("tool", "4", []),
-        ("tool", "2", []),
-        ("assistant", "4 and 2.", []),
-        ("user", "Tea?", []),
-        ("assistant", "", ["tea"]),
-        ("tool", "4", []),
-        ("assistant", "4.", []),
-    ]
-    assert conversation.tools == (TOOL,)
-
-
-def test_atif_observations_without_a_call_are_what_the_user_says_and_copied_steps_are_not_trained(tmp_path):
-    steps = [
-        {"source": "user", "message": "List."},
-        {
-            "source": "agent",
-            "message": "ls",
-            "observation": {"results": [{"content": "a.txt"}]},
-            "is_copied_context": True,
-        },
-        {"source": "agent", "message": "There is a.txt."},
-    ]
-    conversation = read_one(tmp_path, {"schema_version": "ATIF-v1.6", "steps": steps})
-    assert [m.role for m in conversation.messages] == ["user", "assistant", "user", "assistant"]
-    assert conversation.untrained == {1}
-
-
 def test_a_whole_document_is_read_as_one_conversation_and_a_list_as_several(tmp_path):
     path = tmp_path / "trajectory.json"
-    path.write_text(json.dumps(ATIF, indent=2))
+    path.write_text(json.dumps(ANTHROPIC, indent=2))
     assert read_conversations(path)[0].messages == EXPECTED
     other = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
     path.write_text(json.dumps([OPENAI, other], indent=2))
@@ -265,15 +172,8 @@ def changed(place: int, **fields: Any) -> dict[str, Any]:
         (changed(2, tool_calls=[call("a", "x"), call("a", "y")]), "same id"),
         ({**ANTHROPIC, "messages": [{"role": "system", "content": "x"}]}, "Anthropic's are user and assistant"),
         ({"system": "x", "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type 'image'"),
-        ({"conversations": [{"from": "bot", "value": "x"}]}, "'bot'"),
-        ({"conversations": [{"from": "human"}]}, 'no text in "value"'),
-        ({"conversations": [{"from": "function_call", "value": "price()"}]}, "function call is not JSON"),
-        ({"schema_version": "2", "steps": []}, "ATIF-v1.0"),
-        ({"schema_version": "ATIF-v1.0", "steps": [{"source": "bot"}]}, "system, user or agent"),
-        (
-            {"schema_version": "ATIF-v1.0", "steps": [{"source": "agent", "tool_calls": [{"tool_call_id": "a"}]}]},
-            "'function_name' is missing",
-        ),
+        ({"conversations": [{"from": "human", "value": "x"}]}, "ShareGPT files"),
+        ({"schema_version": "ATIF-v1.0", "steps": []}, 'ATIF files {"steps": […]} are no longer read; convert each'),
     ],
 )
 def test_a_wrong_line_is_named_with_its_number_and_reason(tmp_path, record, says):

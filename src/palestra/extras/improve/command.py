@@ -56,7 +56,7 @@ from palestra.runs.request import RunRequest
     type=click.IntRange(1, 100_000),
     help="Training cases on which candidates are compared.",
 )
-@click.option("--merges", default=5, show_default=True, type=click.IntRange(0, 1000), help="Merges of two candidates.")
+@click.option("--merges", hidden=True)  # removed
 @click.option(
     "--only", multiple=True, metavar="TEXT", help="Change only this: instructions or 'tool NAME'; repeatable."
 )
@@ -86,9 +86,10 @@ def command(
     palestra improve my_agent.py --reflect qwen3:32b --reflect-url http://localhost:11434/v1 --then-train
     """
     models = ("reflect", "base_url", "api_key_env", "agent_key_env")
-    chosen = (*models, "budget", "minibatch", "pareto_cases", "merges")
+    chosen = (*models, "budget", "minibatch", "pareto_cases")
     search: dict[str, Any] = {name: parameters.pop(name) for name in chosen}
-    search |= {} if max_calls is None else {"max_calls": max_calls}
+    limits = {"max_calls": max_calls, "merges": parameters.pop("merges")}
+    search |= {name: value for name, value in limits.items() if value is not None}
     options = settings.from_options(parameters)
     if agent_url is None:  # a name at an endpoint is not one of a run here
         options = with_model_of_run(options)

@@ -106,7 +106,6 @@ def improve(
     budget: int = 300,
     minibatch: int = 4,
     pareto_cases: int = 24,
-    merges: int = 5,
     components: Sequence[str] | None = None,
     held_out: EvalSuite | float | None = 0.2,
     config: RunConfig | Mapping[str, Any] | None = None,
@@ -123,6 +122,8 @@ def improve(
     max_cost, requests_per_minute, ….
     """
     refuse_in_import("an improvement")
+    if "merges" in limits:
+        raise SettingError("merges was removed: candidates are no longer merged; leave it out")
     own = as_agent(agent)
     if isinstance(own, ProgramAgent):
         raise UnsupportedError(
@@ -165,7 +166,6 @@ def improve(
             on_event,
             budget,
             minibatch,
-            merges,
             settings.seed,
         )
         with hosting(host):

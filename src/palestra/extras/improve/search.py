@@ -1,10 +1,9 @@
-"""GEPA: texts evolve by reflection. A pool of candidates, parents by Pareto fronts over cases, merges of two lines.
+"""GEPA without merges: texts evolve by reflection. A pool of candidates, and parents by Pareto fronts over cases.
 
 Agrawal et al., "GEPA: Reflective Prompt Evolution Can Outperform Reinforcement Learning" (arXiv 2507.19457).
 
-The package `gepa` (0.1.4) is not used. It exceeds its budget by up to a minibatch and a round of Pareto cases, merges
-in the order of a set of strings (another result in each process), fails at a merge if the first candidate scores 0 on
-all cases, asks again after the reflector's budget is spent, and has no value for an attempt without a verdict.
+The package `gepa` (0.1.4) is not used. It exceeds its budget by up to a minibatch and a round of Pareto cases, asks
+again after the reflector's budget is spent, and has no value for an attempt without a verdict.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from statistics import fmean
 
 from palestra.agents.texts import Texts
@@ -44,7 +42,7 @@ class Candidate:
     scores: dict[str, float]
     parents: tuple[int, ...] = ()
     changed: tuple[str, ...] = ()  # components
-    how: str = "start"  # reflection or merge
+    how: str = "start"  # or reflection
     turn: int = 0  # whose component it is to change next
 
     @property
@@ -64,7 +62,6 @@ class Search:
     on_event: Callable[[str], None] = lambda text: None
     budget: int = 300  # attempts in all
     minibatch: int = 4  # cases that a reflection sees
-    merges: int = 5
     seed: int = 0
     candidates: list[Candidate] = field(default_factory=list, init=False)
     used: int = field(default=0, init=False)  # attempts
@@ -81,17 +78,11 @@ class Search:
             )
         rng = random.Random(self.seed)
         await self._add(Candidate(0, dict(texts), {}))
-        merges_due = merged = iteration = 0
-        tried: set[tuple[int, ...]] = set()
+        iteration = 0
         while self.used + 2 * self.minibatch <= self.budget:
             iteration += 1
-            if merges_due and merged < self.merges and (child := mergeable(self.candidates, tried, rng)):
-                tried.add(child.parents)
-                merges_due -= 1
-                merged += await self._merge(child, rng)
-                continue
             try:
-                merges_due += await self._mutate(rng, iteration)
+                await self._mutate(rng, iteration)
             except BudgetSpent as end:  # of the reflector; the search ends with what it has
                 self.on_event(f"{end}; the search ends")
                 break
@@ -100,50 +91,39 @@ class Search:
                 break
         return max(self.candidates, key=lambda candidate: (candidate.mean, -candidate.number))
 
-    async def _mutate(self, rng: random.Random, iteration: int) -> bool:
-        """Let the reflector rewrite one component of a parent; whether the child is kept."""
+    async def _mutate(self, rng: random.Random, iteration: int) -> None:
+        """Let the reflector rewrite one component of a parent, and keep the child if it is better."""
         parent = choose_parent(self.candidates, rng)
         component = self.components[parent.turn % len(self.components)]
         parent.turn += 1
         cases = rng.sample(list(self.feedback_cases), min(self.minibatch, len(self.feedback_cases)))
         before = await self._trials(parent.texts, cases)
         if all((trial.score or 0.0) >= 1.0 for trial in before):
-            return False  # nothing to learn from these
+            return  # nothing to learn from these
         text = await self.reflect(parent.texts, component, before, iteration)
         if text is None or text == parent.texts[component]:
             self.rejected += 1
-            return False
+            return
         texts = {**parent.texts, component: text}
         after = await self._trials(texts, cases)
         old = {trial.case: trial.score for trial in before if trial.score is not None}
         # by how much the scores rose on the cases that both have a verdict on
         if sum(t.score - old[t.case] for t in after if t.score is not None and t.case in old) <= 0.0:
             self.rejected += 1
-            return False
-        return await self._add(
+            return
+        await self._add(
             Candidate(len(self.candidates), texts, {}, (parent.number,), (component,), "reflection", parent.turn)
         )
 
-    async def _merge(self, child: Candidate, rng: random.Random) -> bool:
-        parents = [self.candidates[number] for number in child.parents]
-        cases = rng.sample(list(self.pareto_cases), min(self.minibatch, len(self.pareto_cases)))
-        trials = await self._trials(child.texts, cases)
-        sums = [sum(each.scores.get(case, 0.0) for case in cases) for each in parents]
-        if sum(trial.score or 0.0 for trial in trials) < max(sums):
-            return False
-        child.turn = max(each.turn for each in parents)
-        return await self._add(child)
-
-    async def _add(self, new: Candidate) -> bool:
-        """Score a candidate on the Pareto cases and add it; False where the budget does not allow it."""
+    async def _add(self, new: Candidate) -> None:
+        """Score a candidate on the Pareto cases and add it, if the budget allows it."""
         if self.used + len(self.pareto_cases) > self.budget:
-            return False
+            return
         trials = await self._trials(new.texts, self.pareto_cases)
         new.scores = {trial.case: trial.score for trial in trials if trial.score is not None}
         self.candidates.append(new)
         what = f" ({new.how}: {', '.join(new.changed)})" if new.changed else ""
         self.on_event(f"candidate {new.number}: {new.mean:.3f}{what}; {self.used} of {self.budget} attempts")
-        return True
 
     async def _trials(self, texts: Texts, cases: Sequence[str]) -> list[Trial]:
         trials = await self.evaluate(texts, cases)
@@ -175,30 +155,3 @@ def choose_parent(candidates: Sequence[Candidate], rng: random.Random) -> Candid
     """One of the front, with a probability that grows with the cases on which it is best."""
     counts = front(candidates)
     return candidates[rng.choices(list(counts), [max(1, count) for count in counts.values()])[0]]
-
-
-def ancestors(candidates: Sequence[Candidate], number: int) -> set[int]:
-    parents = candidates[number].parents
-    return set(parents).union(*(ancestors(candidates, parent) for parent in parents))
-
-
-def mergeable(candidates: Sequence[Candidate], tried: set[tuple[int, ...]], rng: random.Random) -> Candidate | None:
-    """The merge of two of the front, without scores, where each has changed a text that the other has not.
-
-    The changes are those since their best common ancestor; of a text that both changed, the better one's is taken.
-    """
-    pairs = [pair for pair in combinations(sorted(front(candidates)), 2) if pair not in tried]
-    rng.shuffle(pairs)
-    for first, second in pairs:
-        lines = ancestors(candidates, first), ancestors(candidates, second)
-        if first in lines[1] or second in lines[0]:
-            continue
-        a, b = sorted((candidates[first], candidates[second]), key=lambda candidate: -candidate.mean)
-        for root in sorted(lines[0] & lines[1], key=lambda n: candidates[n].mean, reverse=True):
-            old = candidates[root].texts
-            by_a, by_b = ({name for name in old if each.texts[name] != old[name]} for each in (a, b))
-            if by_a - by_b and by_b - by_a:
-                texts = {name: (b if name in by_b - by_a else a).texts[name] for name in old}
-                changed = tuple(name for name in old if name in by_a | by_b)
-                return Candidate(len(candidates), texts, {}, (first, second), changed, "merge")
-    return None

@@ -1,4 +1,4 @@
-"""Conversations in the formats of other tools -> OpenAI's chat form: `{"messages": […], "tools": […]}`.
+"""Conversations in Anthropic's form -> OpenAI's chat form: `{"messages": […], "tools": […]}`.
 
 `Traces` does so for each exchange with a chat API, where unknown parts (images, the provider's own tools) stay as sent.
 
@@ -9,34 +9,13 @@ TypeError. `core.conversations` reports both with the file and the line.
 from __future__ import annotations
 
 import json
-from ast import literal_eval
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Literal
 
-from palestra.core.conversations import ANTHROPIC_BLOCKS, chat_tools
-from palestra.core.text import read_json
+from palestra.core.conversations import ANTHROPIC_BLOCKS
 
 Json = dict[str, Any]
-_SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "function_call": "function_call",
-    "observation": "tool",
-    "tool": "tool",
-}
-_ATIF_ROLES = {"system": "system", "user": "user", "agent": "assistant"}
-
-
-def to_chat(record: Json) -> Json:
-    """An ATIF, ShareGPT or Anthropic record in OpenAI's chat form."""
-    if "steps" in record:
-        return _from_atif(record)
-    return _from_sharegpt(record) if "conversations" in record else _from_anthropic(record)
 
 
 def _call(call_id: Any, name: Any, arguments: Any) -> Json:
@@ -58,10 +37,8 @@ def _text(content: Any) -> Any:
     return "".join(texts) if all(isinstance(text, str) for text in texts) else content  # type: ignore[arg-type]
 
 
-# Anthropic
-
-
-def _from_anthropic(record: Json) -> Json:
+def to_chat(record: Json) -> Json:
+    """An Anthropic record in OpenAI's chat form."""
     for message in record["messages"]:
         content = message.get("content")
         if message.get("role") not in ("user", "assistant"):
@@ -103,104 +80,6 @@ def _anthropic_reply(blocks: Sequence[Json]) -> Json:
     calls = [_call(b.get("id"), b.get("name"), b.get("input")) for b in blocks if b.get("type") == "tool_use"]
     text, thinking = ("".join(b.get(k, "") for b in blocks if b.get("type") == k) for k in ("text", "thinking"))
     return {"role": "assistant", "content": text, "tool_calls": calls, "reasoning_content": thinking}
-
-
-# ShareGPT
-
-
-def _from_sharegpt(record: Json) -> Json:
-    messages: list[Json] = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    waiting = 0  # calls without a result so far
-    for turn in record["conversations"]:
-        role, value = _SHAREGPT_ROLES.get(str(turn.get("from"))), turn.get("value")
-        if role is None:
-            known = ", ".join(_SHAREGPT_ROLES)
-            raise ValueError(f'a turn has "from": {turn.get("from")!r}; expected one of {known}')
-        if not isinstance(value, str):
-            raise ValueError('a turn has no text in "value"')
-        if role == "tool":
-            for text in _tagged(value, "tool_response")[1] or [value]:
-                results = _results(waiting, text)
-                messages += results
-                waiting -= len(results)
-            continue
-        calls = [value]
-        if role != "function_call":
-            text, calls = _tagged(value, "tool_call") if role == "assistant" else (value, [])
-            messages.append({"role": role, "content": text.strip() if calls else value, "weight": turn.get("weight")})
-        elif not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": "", "weight": turn.get("weight")})
-        for call in calls:
-            _add_calls(messages[-1].setdefault("tool_calls", []), call)
-        waiting = len(messages[-1].get("tool_calls") or ())
-    return {"messages": messages, "tools": chat_tools(record.get("tools"))}
-
-
-def _tagged(text: str, tag: str) -> tuple[str, list[str]]:
-    """The text outside of pairs of a tag, and what stands in each pair, without the whitespace around it."""
-    outside, inside = list[str](), list[str]()
-    *pieces, rest = text.split(f"</{tag}>")
-    for piece in pieces:
-        before, opened, body = piece.partition(f"<{tag}>")
-        outside.append(before if opened else f"{piece}</{tag}>")
-        inside += [body.strip()] if opened else []
-    return "".join([*outside, rest]), inside
-
-
-def _add_calls(own: list[Json], text: str) -> None:
-    """Add calls of JSON text, one or a list, to those of an assistant's message."""
-    try:
-        value = read_json(text)
-    except ValueError as error:
-        try:
-            value = literal_eval(text)  # some datasets have Python's dicts
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            raise ValueError(f"a function call is not JSON ({error}): {text!r:.100}") from None
-    for call in value if isinstance(value, list) else [value]:
-        own.append(_call(f"call_{len(own)}", call["name"], call.get("arguments") or {}))
-
-
-def _results(waiting: int, value: str) -> list[Json]:
-    """One result or, for parallel calls in one observation, a JSON list with one entry for each."""
-    texts = [value]
-    if waiting > 1 and value.lstrip().startswith("["):
-        with suppress(ValueError):
-            if len(values := read_json(value)) == waiting:
-                texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values]
-    return [{"role": "tool", "content": text} for text in texts]
-
-
-# ATIF: https://github.com/laude-institute/harbor, docs/rfcs/0001-trajectory-format.md
-
-
-def _from_atif(record: Json) -> Json:
-    version = str(record.get("schema_version"))
-    if not version.startswith("ATIF-v1"):
-        raise ValueError(f'"schema_version" is {version!r}; expected ATIF-v1.0 or a later version of 1')
-    messages: list[Json] = []
-    for step in record["steps"]:
-        role = _ATIF_ROLES.get(str(step.get("source")))
-        if role is None:
-            raise ValueError(f'a step has "source": {step.get("source")!r}; expected system, user or agent')
-        given = step.get("tool_calls") or ()
-        calls = [_call(call["tool_call_id"], call["function_name"], call.get("arguments") or {}) for call in given]
-        message: Json = {"role": role, "content": step.get("message")}
-        if role == "assistant":
-            message |= {"tool_calls": calls, "reasoning_content": step.get("reasoning_content")}
-            message |= {"weight": 0} if step.get("is_copied_context") else {}
-        messages += [message, *_atif_results(step, calls)]
-    tools = (record.get("agent") or {}).get("tool_definitions") or record.get("tools")
-    return {"messages": messages, "tools": chat_tools(tools)}
-
-
-def _atif_results(step: Json, calls: Sequence[Json]) -> Iterator[Json]:
-    """Results of calls; what came back without a call is what the agent read next, so a user message."""
-    for result in (step.get("observation") or {}).get("results") or ():
-        content, call_id = result.get("content"), result.get("source_call_id")
-        if content is None and result.get("subagent_trajectory_ref"):
-            raise ValueError("a result refers to a subagent's trajectory and has no content; give what the agent read")
-        role = "user" if call_id is None and not calls else "tool"
-        yield {"role": role, "content": content} | ({} if call_id is None else {"tool_call_id": call_id})
 
 
 Dialect = Literal["chat", "responses", "messages"]
