@@ -184,18 +184,13 @@ def test_one_click_leads_to_the_least_likely_token(page, visit, url, ids, folder
     assert float(page.text(".token-tip dl dd:nth-of-type(5)")) == pytest.approx(worst, abs=1e-6)
 
 
-def test_a_hacked_run_raises_the_alarm_and_names_what_to_look_at(page, visit, url, ids) -> None:
+def test_a_hacked_run_raises_the_alarm_and_leads_to_the_rollouts_that_passed(page, visit, url, ids) -> None:
     visit(url, f"#/runs/{ids['hacked']}/cheating")
     assert "true_answer" in page.text("[role=alert]")
-    assert page.count("article.card") > 0
-    page.click("article.card a", "The first")
-    page.wait_for(".transcript", "certified")
-    visit(url, f"#/runs/{ids['hacked']}/cheating")
-    count = page.text("article.card .stat b")
-    page.click("article.card a", "all of them")
-    page.wait_for("main", f"{count} rollouts")
-    page.click("button.pill", "shape")
-    page.wait(f"!document.querySelector('main').innerText.includes('{count} rollouts')")
+    page.wait_for(".chart canvas")
+    page.click("[role=alert] a", "Newest rollouts that passed")
+    page.wait_for("tbody", "certified")
+    assert "failed" not in page.text("tbody")
 
 
 def test_hostile_text_does_nothing_and_is_seen(page, visit, url, ids) -> None:

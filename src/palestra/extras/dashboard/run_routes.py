@@ -17,7 +17,7 @@ from palestra.core.files import read_from
 from palestra.core.secrets import redact
 from palestra.extras.dashboard.answers import Event, answer, events, number, paged, whole
 from palestra.extras.dashboard.catalog import Catalog, CatalogRun
-from palestra.extras.dashboard.cheating import measure_series
+from palestra.extras.dashboard.cheating import suspicion
 from palestra.extras.dashboard.evaluations import compare, evaluations
 from palestra.extras.dashboard.summaries import by_step, charts, columns, details, findings, read_rows, summary
 from palestra.runs.reader import tail
@@ -35,7 +35,13 @@ class RunRoutes:
         self._catalog = catalog
 
     def routes(self) -> list[Route]:
-        reads = {"": _one, "/metrics": _metrics, "/logs": _logs, "/evaluations": lambda e, _: evaluations(e.folder)}
+        reads = {
+            "": _one,
+            "/metrics": _metrics,
+            "/logs": _logs,
+            "/evaluations": lambda e, _: evaluations(e.folder),
+            "/suspicion": lambda e, _: suspicion(e.folder),
+        }
         streams = {
             "/events": lambda e, _: self._run_events(e.id),
             "/logs/events": lambda e, request: self._log_events(e.id, _log(e, request)[1]),
@@ -126,7 +132,7 @@ class RunRoutes:
 
 
 def _one(entry: CatalogRun, request: Request) -> dict[str, Any]:
-    return {**summary(entry), **details(entry), "alarms": measure_series(entry.folder)["alarms"]}
+    return {**summary(entry), **details(entry), "alarms": suspicion(entry.folder)["alarms"]}
 
 
 def _metrics(entry: CatalogRun, request: Request) -> dict[str, Any]:
