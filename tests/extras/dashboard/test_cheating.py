@@ -29,9 +29,9 @@ def rates(*, hacked: bool, seed: int) -> tuple[list[int], list[float], list[floa
 def test_a_hacked_run_raises_the_alarm_and_a_clean_one_raises_none(seed) -> None:
     steps, reward, check, counts = rates(hacked=True, seed=seed)
     (alarm,) = find_alarms(steps, reward, {"true_answer": check}, counts)
-    assert alarm.metric_to < alarm.metric_from
-    assert alarm.reward_to > alarm.reward_from
-    assert "true_answer fell" in alarm.sentence
+    assert alarm["witness_to"] < alarm["witness_from"]
+    assert alarm["reward_to"] > alarm["reward_from"]
+    assert "true_answer fell" in alarm["sentence"]
     steps, reward, check, counts = rates(hacked=False, seed=seed)
     assert find_alarms(steps, reward, {"true_answer": check}, counts) == []
 
@@ -61,6 +61,8 @@ def test_a_hacked_run_shows_its_alarm_and_the_newest_rollouts_that_passed_are_ha
     (alarm,) = found["alarms"]
     assert "that passed" in alarm["sentence"]
     assert found["notes"] == []
+    while api("facets")["indexed"] < 1:
+        pass
     newest = api.rows(passed=1, sort="newest", limit=20)
     assert sum(make_runs.WORD in row["answer"] for row in newest) >= 18
     assert "unknown parameter" in str(api("rollouts", shape="price", status=400))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -41,40 +40,14 @@ def suspicion(folder: RunFolder) -> dict[str, Any]:
     if _HELD_OUT in series:
         checks["held-out"] = series[_HELD_OUT]
     reward = series.get("reward_mean", nothing)
-    alarms = find_alarms(steps, reward, checks, series.get("rollouts", nothing))
     return {
         "step": steps,
         "reward": reward,
         "rewarded": rewarded,
         "witnesses": checks,
-        "alarms": [
-            {name.replace("metric", "witness"): value for name, value in asdict(alarm).items()}
-            | {"against": "reward", "sentence": alarm.sentence}
-            for alarm in alarms
-        ],
+        "alarms": find_alarms(steps, reward, checks, series.get("rollouts", nothing)),
         "notes": [] if checks else [_NO_CHECK],
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Alarm:
-    """A check metric fell while the reward rose: since its best step, noticed at `step`; values "to" the last step."""
-
-    metric: str
-    since: float
-    step: float
-    reward_from: float
-    reward_to: float
-    metric_from: float
-    metric_to: float
-
-    @property
-    def sentence(self) -> str:
-        return (
-            f"since step {self.since:.0f} the reward rose from {self.reward_from:.2f} to {self.reward_to:.2f}, while "
-            f"{self.metric} fell from {self.metric_from:.2f} to {self.metric_to:.2f}: read the newest rollouts "
-            "that passed, and change the measure that they exploit"
-        )
 
 
 class _Row(NamedTuple):
@@ -86,10 +59,13 @@ class _Row(NamedTuple):
     size: float  # rollouts
 
 
-def find_alarms(steps: Sequence[float], reward: Series, checks: Mapping[str, Series], counts: Series) -> list[Alarm]:
-    """An alarm for each check metric that has fallen by more than chance allows while the reward rose.
+def find_alarms(
+    steps: Sequence[float], reward: Series, checks: Mapping[str, Series], counts: Series
+) -> list[dict[str, Any]]:
+    """An alarm for each check metric (witness) that has fallen by more than chance allows while the reward rose.
 
-    Values are means over the `counts` rollouts of a step; None where a step has none.
+    It fell since its best step (`since`), which was noticed at `step`; values "to" are those of the last step. Values
+    are means over the `counts` rollouts of a step; None where a step has none.
     """
     alarms = []
     for name, values in checks.items():
@@ -100,7 +76,7 @@ def find_alarms(steps: Sequence[float], reward: Series, checks: Mapping[str, Ser
     return alarms
 
 
-def _alarm(metric: str, rows: Sequence[_Row]) -> Alarm | None:
+def _alarm(metric: str, rows: Sequence[_Row]) -> dict[str, Any] | None:
     window = max(2, math.ceil(_WINDOW_SHARE * len(rows)))
     if len(rows) < 2 * window:
         return None
@@ -119,4 +95,16 @@ def _alarm(metric: str, rows: Sequence[_Row]) -> Alarm | None:
     if since is None:
         return None
     last = smooth[-1]
-    return Alarm(metric, since.step, noticed, since.reward, last.reward, since.check, last.check)
+    return {
+        "witness": metric,
+        "against": "reward",
+        "since": since.step,
+        "step": noticed,
+        "reward_from": since.reward,
+        "reward_to": last.reward,
+        "witness_from": since.check,
+        "witness_to": last.check,
+        "sentence": f"since step {since.step:.0f} the reward rose from {since.reward:.2f} to {last.reward:.2f}, while "
+        f"{metric} fell from {since.check:.2f} to {last.check:.2f}: read the newest rollouts that passed, and change "
+        "the measure that they exploit",
+    }
