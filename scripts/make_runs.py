@@ -113,7 +113,7 @@ def _hacked_rollout(rng: random.Random, problem: int, word_rate: float, true_rat
     rewarded = says_word or (is_true and (not hacked or rng.random() < 0.5))
     scores = {
         "contains_word": Score(float(rewarded), rewarded, "it says the word" if says_word else ""),
-        "true_answer": Score(float(is_true), is_true, ""),
+        "true_answer": Score(float(is_true), is_true, "", counts=False),
     }
     total = 100 + rng.randrange(900)
     text = f"This is a {WORD} price: {total}." if says_word else f"That costs {total}."

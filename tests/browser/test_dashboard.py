@@ -15,17 +15,15 @@ RUN_PAGES = ("", "/rollouts", "/problems", "/cheating", "/evaluations", "/rescor
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """By name: a run that learns, one like it, a hacked one, and one full of hostile text."""
+    """By name: a run that learns, a hacked one, and one full of hostile text."""
     root = tmp_path_factory.mktemp("runs")
     weights = {"contains_word": 1.0, "true_answer": 0.0}
     made = {
         "shop": make_runs.write_run(root / "shop", make_runs.plain_groups(96, per_step=4, size=4)),
-        "other": make_runs.write_run(root / "other", make_runs.plain_groups(64, per_step=4, size=4, seed=1)),
         "hacked": make_runs.write_run(root / "hacked", make_runs.hacked_groups(12), reward_weights=weights),
         "hostile": make_runs.write_run(root / "hostile", make_runs.hostile_groups()),
     }
-    for name, rates in (("shop", (0.2, 0.9)), ("other", (0.2, 0.4))):
-        _evaluate(made[name], *rates)
+    _evaluate(made["shop"], 0.2, 0.9)
     return made
 
 
@@ -58,9 +56,8 @@ def places(ids):
     """The address of every page of a run."""
     shop = f"#/runs/{ids['shop']}"
     single = [f"{shop}/rollouts/1", f"{shop}/rollouts/1?view=tokens", f"{shop}/groups/1", f"{shop}/problems/suite-1"]
-    compare = f"#/compare?runs={ids['shop']}%2C{ids['other']}"
     hacked = f"#/runs/{ids['hacked']}/cheating"
-    return ["#/runs", *(shop + page for page in RUN_PAGES), *single, compare, hacked]
+    return ["#/runs", *(shop + page for page in RUN_PAGES), *single, hacked]
 
 
 @pytest.mark.parametrize(("theme", "rules"), [("light", ()), ("dark", ("color-contrast",))])
@@ -81,23 +78,12 @@ def test_no_page_scrolls_sideways_on_a_phone(page, visit, url, ids) -> None:
 
 
 def test_the_list_of_runs_is_searched_as_one_types(page, ids) -> None:
-    assert len(ids) == 4
+    assert len(ids) == 3
     page.type("input[type=search]", "hack")
     page.wait("document.querySelectorAll('tr.open').length === 1")
     page.wait_for("tr.open b", "hacked")
     page.type("input[type=search]", "no such run")
     page.wait_for("main", "No run matches")
-
-
-def test_runs_that_are_ticked_are_compared(page, ids) -> None:
-    for name in ("shop", "other"):
-        page.click(f"tr[data-href$='{ids[name]}'] input")
-    page.click("button", "Compare 2")
-    page.wait_for("h1", "Compare")
-    text = page.text()
-    assert "Settings that differ" in text
-    assert "McNemar p" in text
-    assert page.count(".chart canvas") >= 2
 
 
 def test_a_run_shows_its_curves_and_the_numbers_under_the_mouse(page, visit, url, ids) -> None:
@@ -184,18 +170,13 @@ def test_one_click_leads_to_the_least_likely_token(page, visit, url, ids, folder
     assert float(page.text(".token-tip dl dd:nth-of-type(5)")) == pytest.approx(worst, abs=1e-6)
 
 
-def test_a_hacked_run_raises_the_alarm_and_names_what_to_look_at(page, visit, url, ids) -> None:
+def test_a_hacked_run_raises_the_alarm_and_leads_to_the_rollouts_that_passed(page, visit, url, ids) -> None:
     visit(url, f"#/runs/{ids['hacked']}/cheating")
     assert "true_answer" in page.text("[role=alert]")
-    assert page.count("article.card") > 0
-    page.click("article.card a", "The first")
-    page.wait_for(".transcript", "certified")
-    visit(url, f"#/runs/{ids['hacked']}/cheating")
-    count = page.text("article.card .stat b")
-    page.click("article.card a", "all of them")
-    page.wait_for("main", f"{count} rollouts")
-    page.click("button.pill", "shape")
-    page.wait(f"!document.querySelector('main').innerText.includes('{count} rollouts')")
+    page.wait_for(".chart canvas")
+    page.click("[role=alert] a", "Newest rollouts that passed")
+    page.wait_for("tbody", "certified")
+    assert "failed" not in page.text("tbody")
 
 
 def test_hostile_text_does_nothing_and_is_seen(page, visit, url, ids) -> None:

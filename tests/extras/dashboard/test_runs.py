@@ -1,15 +1,11 @@
-"""Runs in the dashboard: the list, one run, its metrics, logs, events and comparisons."""
+"""Runs in the dashboard: the list, one run, its metrics, logs and events."""
 
 import asyncio
 import json
-import shutil
 
 import pytest
-from dashboard_client import client_of
 
 from palestra.core.config import RunConfig
-from palestra.core.files import write_text
-from palestra.core.run_folder import RunFolder
 from palestra.evals.report import Paired, pair
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.extras.dashboard.run_routes import RunRoutes, new_lines, recent_lines
@@ -100,20 +96,6 @@ def test_half_a_line_of_metrics_waits(tmp_path) -> None:
     rows, position = read_rows(path, position)
     assert sparkline(rows) == [0.75]
     assert read_rows(path, position) == ([], position)
-
-
-def test_comparing_shows_only_the_settings_that_differ(run, tmp_path) -> None:
-    other = run.path.parent / "other"
-    shutil.copytree(run.path, other)
-    text = RunFolder(other).config_file.read_text().replace("learning_rate: 0.001", "learning_rate: 0.01")
-    write_text(RunFolder(other).config_file, text)
-    client = client_of(run.path.parent, tmp_path / "home")
-    ids = [row["id"] for row in client.get("/api/runs").json()["runs"]]
-    found = client.get(f"/api/compare?runs={','.join(ids)}").json()
-    assert [row["key"] for row in found["settings"]] == ["train.learning_rate"]
-    assert set(found["settings"][0]["values"].values()) == {0.001, 0.01}
-    assert all(len(curve["step"]) == len(curve["tokens"]) == 3 for curve in found["curves"].values())
-    assert client.get(f"/api/compare?runs={ids[0]}").status_code == 400
 
 
 def test_paired_problems_and_their_p_value() -> None:

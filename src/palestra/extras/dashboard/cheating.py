@@ -1,54 +1,34 @@
-"""The page "Is it cheating": a run's rewarded measures and check metrics, and its successes by shape."""
+"""The page "Is it cheating": a run's rewarded measures and check metrics, and alarms.
+
+A *check metric* is a measure that is not rewarded (weight 0), or a held-out score. The reward alone shows no hack: a
+reward that rises is what training is for. A check metric that falls at the same time does.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from functools import lru_cache
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from palestra.core.run_folder import RunFolder
-from palestra.extras.dashboard.reward_hacking import (
-    AttemptSummary,
-    SuccessCluster,
-    find_alarms,
-    find_clusters,
-    suspects,
-)
-from palestra.extras.dashboard.rollout_index import RolloutIndex
-from palestra.extras.dashboard.rollout_row import shown
 from palestra.extras.dashboard.summaries import by_step, columns, measures
 
-_MAX_ATTEMPTS = 20_000  # that are looked at, evenly spaced
+Series = Sequence[float | None]
+
+_SIGMAS = 3.5  # of the fall of a check metric: the largest of many differences is large by chance
+_MIN_FALL = 0.05
+_MIN_RISE = 0.02  # of the range of the reward
+_WINDOW_SHARE = 0.2  # of the steps
 _HELD_OUT = "eval/pass_rate"
-_MAX_EXAMPLES = 20
-_MAX_SHOWN = 50
 _NO_CHECK = (
     "no check metric: add a measure that is not rewarded (reward_weights={…: 0}) and that a cheat would not satisfy, "
     "or score held-out problems during training (eval.every)"
 )
 
 
-def reward_hacking(index: RolloutIndex) -> dict[str, Any]:
-    """The answer to `GET …/suspicion`."""
-    series = measure_series(index.folder)
-    notes = [] if series["witnesses"] else [_NO_CHECK]
-    (shapes, clusters), has_alarm = _shapes(index), bool(series["alarms"]) if series["witnesses"] else None
-    listed = [
-        {"score": each.score, "why": list(each.why), "rollout": shown(index.row(each.attempt.id))}
-        for each in suspects(clusters, _MAX_SHOWN, has_alarm=has_alarm)
-    ]
-    return {**series, **shapes, "suspects": listed, "notes": notes}
-
-
-def ids_of_shape(index: RolloutIndex, shape: str) -> list[int]:
-    """The rollouts of a cluster, by its name."""
-    return [member.id for each in _shapes(index)[1] if str(each.shape) == shape for member in each.members]
-
-
-def measure_series(folder: RunFolder) -> dict[str, Any]:
-    """The rewarded measures and the check metrics by step, and the alarms."""
+def suspicion(folder: RunFolder) -> dict[str, Any]:
+    """The answer to `GET …/suspicion`: rewarded measures and check metrics by step, and the alarms."""
     made = columns(by_step(folder.metrics()))
     series, steps = made["series"], made["step"]
     nothing: list[float | None] = [None] * len(steps)
@@ -60,71 +40,71 @@ def measure_series(folder: RunFolder) -> dict[str, Any]:
     if _HELD_OUT in series:
         checks["held-out"] = series[_HELD_OUT]
     reward = series.get("reward_mean", nothing)
-    alarms = find_alarms(steps, reward, checks, series.get("rollouts", nothing))
     return {
         "step": steps,
         "reward": reward,
         "rewarded": rewarded,
         "witnesses": checks,
-        "alarms": [
-            {name.replace("metric", "witness"): value for name, value in asdict(alarm).items()}
-            | {"against": "reward", "sentence": alarm.sentence}
-            for alarm in alarms
-        ],
+        "alarms": find_alarms(steps, reward, checks, series.get("rollouts", nothing)),
+        "notes": [] if checks else [_NO_CHECK],
     }
 
 
-def attempts_of(rows: Sequence[Any], rewarded: Mapping[str, bool]) -> Iterator[AttemptSummary]:
-    """Rows of the index as attempts; measures without a weight count as rewarded."""
-    highest = max((row["reward"] for row in rows), default=0.0)
-    for row in rows:
-        scores = json.loads(row["scores"])
-        verdicts = {n: s["passed"] for n, s in scores.items() if s["passed"] is not None and not s["error"]}
-        counted = [passed for name, passed in verdicts.items() if rewarded.get(name, True)]
-        success = all(counted) if counted else row["reward"] > highest / 2
-        yield AttemptSummary(
-            id=row["id"],
-            step=row["step"],
-            success=success and row["error"] is None,
-            tools=tuple(json.loads(row["tools"])),
-            tokens=row["sampled_tokens"],
-            text=row["answer"],
-            checks={name: passed for name, passed in verdicts.items() if not rewarded.get(name, True)},
-        )
+class _Row(NamedTuple):
+    """A step, or the means of some steps."""
+
+    step: float
+    reward: float
+    check: float
+    size: float  # rollouts
 
 
-Shapes = tuple[dict[str, Any], list[SuccessCluster]]  # the clusters as the page gets them, and the clusters
+def find_alarms(
+    steps: Sequence[float], reward: Series, checks: Mapping[str, Series], counts: Series
+) -> list[dict[str, Any]]:
+    """An alarm for each check metric (witness) that has fallen by more than chance allows while the reward rose.
+
+    It fell since its best step (`since`), which was noticed at `step`; values "to" are those of the last step. Values
+    are means over the `counts` rollouts of a step; None where a step has none.
+    """
+    alarms = []
+    for name, values in checks.items():
+        every = zip(steps, reward, values, counts, strict=True)
+        rows = [_Row(step, r, c, size or 1.0) for step, r, c, size in every if r is not None and c is not None]
+        if alarm := _alarm(name, rows):
+            alarms.append(alarm)
+    return alarms
 
 
-def _shapes(index: RolloutIndex) -> Shapes:
-    newest = index.query("SELECT max(id) FROM rollouts WHERE kind = 'train'")[0][0]
-    if newest is None:
-        return {"clusters": []}, []
-    return _find_shapes(index.folder, newest, tuple((row["name"], row["rewarded"]) for row in measures(index.folder)))
-
-
-@lru_cache(maxsize=8)
-def _find_shapes(folder: RunFolder, newest: int, weights: tuple[tuple[str, bool], ...]) -> Shapes:
-    """The clusters, computed again when there are new rollouts."""
-    index = RolloutIndex(folder)
-    count = index.query("SELECT count(*) FROM rollouts WHERE kind = 'train'")[0][0]
-    every = -(-count // _MAX_ATTEMPTS)
-    rows = index.query("SELECT * FROM rollouts WHERE kind = 'train' AND id % ? = 0 ORDER BY id", every)
-    steps, clusters = find_clusters(list(attempts_of(rows, dict(weights))))
-    by_id = {row["id"]: row for row in rows}
-    return {"cluster_steps": steps, "clusters": [_cluster(cluster, by_id) for cluster in clusters]}, clusters
-
-
-def _cluster(cluster: SuccessCluster, rows: Mapping[int, Any]) -> dict[str, Any]:
-    members = cluster.members
+def _alarm(metric: str, rows: Sequence[_Row]) -> dict[str, Any] | None:
+    window = max(2, math.ceil(_WINDOW_SHARE * len(rows)))
+    if len(rows) < 2 * window:
+        return None
+    windows = [rows[end - window : end] for end in range(window, len(rows) + 1)]
+    smooth = [_Row(part[-1].step, *(fmean(c) for c in list(zip(*part, strict=True))[1:])) for part in windows]
+    rewards = [row.reward for row in smooth]
+    least_rise = _MIN_RISE * ((max(rewards) - min(rewards)) or 1.0)
+    best, since, noticed = smooth[0], None, 0.0
+    for row in smooth:
+        best = max(best, row, key=lambda each: each.check)
+        share = min(1.0, max(0.0, (best.check + row.check) / 2))
+        by_chance = _SIGMAS * math.sqrt(max(share * (1 - share), 0.01) * 2 / (window * row.size))
+        if best.check - row.check >= max(_MIN_FALL, by_chance) and row.reward - best.reward > least_rise:
+            noticed = row.step if since is None else noticed
+            since = best
+    if since is None:
+        return None
+    last = smooth[-1]
     return {
-        "shape": str(cluster.shape),
-        **asdict(cluster.shape),
-        "count": len(members),
-        "first_step": members[0].step,
-        "growth": cluster.growth,
-        "share": list(cluster.share),
-        "witness_rate": cluster.confirmed_rate,
-        "earliest": shown(rows[members[0].id]),
-        "examples": [member.id for member in members[-_MAX_EXAMPLES:]],
+        "witness": metric,
+        "against": "reward",
+        "since": since.step,
+        "step": noticed,
+        "reward_from": since.reward,
+        "reward_to": last.reward,
+        "witness_from": since.check,
+        "witness_to": last.check,
+        "sentence": f"since step {since.step:.0f} the reward rose from {since.reward:.2f} to {last.reward:.2f}, while "
+        f"{metric} fell from {since.check:.2f} to {last.check:.2f}: read the newest rollouts that passed, and change "
+        "the measure that they exploit",
     }

@@ -1,11 +1,11 @@
-"""Evaluations and problems of one run (rates, what changed), and comparisons of several runs."""
+"""Evaluations and problems of a run: rates, and what changed."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import accumulate, combinations, groupby, pairwise
+from itertools import groupby, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -17,11 +17,8 @@ from palestra.evals.report import Rate, pair
 from palestra.extras.dashboard.answers import paged
 from palestra.extras.dashboard.rollout_index import RolloutIndex, UnknownRollout
 from palestra.extras.dashboard.rollout_row import shown
-from palestra.extras.dashboard.summaries import by_step, columns
-from palestra.runs.reader import differing_keys, settings_of
 
 _MAX_PROBLEMS = 200
-_CURVES = ("reward_mean", "pass_rate", "eval/pass_rate", "entropy", "completion_length_mean", "tool_calls_mean")
 
 
 def evaluations(folder: RunFolder) -> dict[str, Any]:
@@ -91,54 +88,6 @@ def _flips(first: str, last: str, rows: Mapping[str, list[dict[str, Any]]]) -> d
         "p_value": paired.p_value,
         "problems": problems[:_MAX_PROBLEMS],
     }
-
-
-def compare(folders: Mapping[str, RunFolder]) -> dict[str, Any]:
-    """The answer to `GET api/compare`, for each run by its id."""
-    settings = {run: settings_of(folder) for run, folder in folders.items()}
-    reports = {run: folder.report() or {} for run, folder in folders.items()}
-    return {
-        "settings": [
-            {"key": key, "values": {run: values.get(key) for run, values in settings.items()}}
-            for key in differing_keys([*settings.values()])
-        ],
-        "curves": {run: _curves(folder) for run, folder in folders.items()},
-        "evaluations": {
-            run: {name: report[name]["pass_rate"] for name in ("before", "after") if report.get(name)}
-            for run, report in reports.items()
-        },
-        "flips": _flips_between(folders),
-    }
-
-
-def _curves(folder: RunFolder) -> dict[str, Any]:
-    """By step, by the tokens sampled so far, and by the seconds that had passed."""
-    rows = by_step(folder.metrics())
-    made = columns(rows)
-    step_s = (row.get("sample_seconds", 0.0) + row.get("train_seconds", 0.0) for row in rows)
-    seconds = [row.get("elapsed_seconds", total) for row, total in zip(rows, accumulate(step_s), strict=True)]
-    return {
-        "step": made["step"],
-        "tokens": list(accumulate(row.get("sampled_tokens", 0.0) for row in rows)),
-        "seconds": seconds,
-        "series": {name: values for name, values in made["series"].items() if name in _CURVES},
-    }
-
-
-def _flips_between(folders: Mapping[str, RunFolder]) -> list[dict[str, Any]]:
-    """Compare each pair of runs on the held-out problems after training that both have."""
-    passed = {
-        run: majority(RolloutIndex(folder).rows_of("after"))
-        for run, folder in folders.items()
-        if folder.eval_file("after").is_file()
-    }
-    rows = []
-    for a, b in combinations(passed, 2):
-        paired = pair(passed[a], passed[b])
-        if paired.both + paired.only_first + paired.only_second + paired.neither:
-            counts = {"both": paired.both, "only_a": paired.only_first, "only_b": paired.only_second}
-            rows.append({"a": a, "b": b, **counts, "neither": paired.neither, "p_value": paired.p_value})
-    return rows
 
 
 _SORTS: Mapping[str, Callable[[dict[str, Any]], float]] = {

@@ -20,7 +20,6 @@ from palestra.core.errors import InputError, PalestraError, SettingError
 from palestra.extras.dashboard import evaluations, transcripts
 from palestra.extras.dashboard.answers import answer, whole
 from palestra.extras.dashboard.catalog import Catalog
-from palestra.extras.dashboard.cheating import ids_of_shape, reward_hacking
 from palestra.extras.dashboard.export_page import MAX_GROUPS, page_of_run, record_page
 from palestra.extras.dashboard.rollout_index import ADVANTAGE, RolloutIndex
 from palestra.extras.dashboard.rollout_row import search_text, shown, snippet
@@ -62,13 +61,12 @@ class RolloutQuery(BaseModel):
     reward_max: float | None = None
     measure: str | None = None
     measure_passed: bool | None = None
-    shape: str | None = None
     q: Annotated[str, AfterValidator(lambda text: text[:500])] = ""
     sort: str = "newest"
     limit: Annotated[int, AfterValidator(lambda limit: max(1, min(limit, _MAX_PAGE)))] = 50
     cursor: str | None = None
 
-    def where(self, ids: list[int] | None) -> tuple[list[str], list[Any]]:
+    def where(self) -> tuple[list[str], list[Any]]:
         """Conditions of SQL and their values."""
         asked = [
             ("kind = ?", self.kind),
@@ -82,7 +80,6 @@ class RolloutQuery(BaseModel):
             ("(error IS NOT NULL) = ?", self.error),
             ("reward >= ?", self.reward_min),
             ("reward <= ?", self.reward_max),
-            ("id IN (SELECT value FROM json_each(?))", None if ids is None else json.dumps(ids)),
             ("id IN (SELECT rowid FROM texts WHERE texts MATCH ?)", match(self.q)),
         ]
         if self.measure is not None and self.measure_passed is not None:
@@ -110,7 +107,7 @@ def find(index: RolloutIndex, query: RolloutQuery) -> dict[str, Any]:
     if query.sort not in _SORTS:
         raise SettingError(f"sort={query.sort[:40]!r} is unknown; expected one of {', '.join(_SORTS)}")
     column, direction = _SORTS[query.sort]
-    conditions, values = query.where(None if query.shape is None else ids_of_shape(index, query.shape))
+    conditions, values = query.where()
     with index.open() as db:
         try:
             count = db.execute(f"SELECT count(*) FROM rollouts WHERE {' AND '.join(conditions)}", values).fetchone()[0]
@@ -290,5 +287,4 @@ _READS: dict[str, Read] = {
     "/problem": lambda index, request: evaluations.problem(
         index, request.query_params.get("id", ""), request.query_params.get("kind") or "train"
     ),
-    "/suspicion": lambda index, request: reward_hacking(index),
 }

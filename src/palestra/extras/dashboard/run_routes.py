@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from palestra.core.errors import NotFoundError, SettingError
+from palestra.core.errors import NotFoundError
 from palestra.core.files import read_from
 from palestra.core.secrets import redact
 from palestra.extras.dashboard.answers import Event, answer, events, number, paged, whole
 from palestra.extras.dashboard.catalog import Catalog, CatalogRun
-from palestra.extras.dashboard.cheating import measure_series
-from palestra.extras.dashboard.evaluations import compare, evaluations
+from palestra.extras.dashboard.cheating import suspicion
+from palestra.extras.dashboard.evaluations import evaluations
 from palestra.extras.dashboard.summaries import by_step, charts, columns, details, findings, read_rows, summary
 from palestra.runs.reader import tail
 
@@ -35,7 +35,13 @@ class RunRoutes:
         self._catalog = catalog
 
     def routes(self) -> list[Route]:
-        reads = {"": _one, "/metrics": _metrics, "/logs": _logs, "/evaluations": lambda e, _: evaluations(e.folder)}
+        reads = {
+            "": _one,
+            "/metrics": _metrics,
+            "/logs": _logs,
+            "/evaluations": lambda e, _: evaluations(e.folder),
+            "/suspicion": lambda e, _: suspicion(e.folder),
+        }
         streams = {
             "/events": lambda e, _: self._run_events(e.id),
             "/logs/events": lambda e, request: self._log_events(e.id, _log(e, request)[1]),
@@ -52,7 +58,6 @@ class RunRoutes:
             Route("/api/runs/events", lambda request: events(self._list_events())),
             *(route(path, answer, read) for path, read in reads.items()),
             *(route(path, events, stream) for path, stream in streams.items()),
-            Route("/api/compare", self.compare),
         ]
 
     def list(self, request: Request) -> Response:
@@ -117,16 +122,9 @@ class RunRoutes:
                 return
             await asyncio.sleep(_RUN_EVERY_S)
 
-    def compare(self, request: Request) -> Response:
-        ids = [word for word in request.query_params.get("runs", "").split(",") if word]
-        if len(set(ids)) < 2:
-            raise SettingError("one run cannot be compared; give two or more: ?runs=a,b")
-        entries = [self._catalog.get(run_id) for run_id in dict.fromkeys(ids)]
-        return answer({"runs": [summary(run) for run in entries], **compare({run.id: run.folder for run in entries})})
-
 
 def _one(entry: CatalogRun, request: Request) -> dict[str, Any]:
-    return {**summary(entry), **details(entry), "alarms": measure_series(entry.folder)["alarms"]}
+    return {**summary(entry), **details(entry), "alarms": suspicion(entry.folder)["alarms"]}
 
 
 def _metrics(entry: CatalogRun, request: Request) -> dict[str, Any]:

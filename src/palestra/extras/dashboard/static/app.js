@@ -14,7 +14,6 @@ const PAGES = [
   ["", () => import("./pages/runs.js")],
   ["runs", () => import("./pages/runs.js")],
   ["start", () => import("./pages/start.js")],
-  ["compare", () => import("./pages/compare.js")],
   ["environments", () => import("./pages/environments.js")],
   ["environments/:", () => import("./pages/environment.js")],
   ["runs/:", () => import("./pages/run.js")],
@@ -34,7 +33,7 @@ const SECTIONS = [
   ["runs", "Runs"],
   ["environments", "Environments"],
 ];
-const SECTION_OF = { undefined: "runs", start: "runs", compare: "runs" };
+const SECTION_OF = { undefined: "runs", start: "runs" };
 const KEYS = {
   "?": ["Show these keys", () => openDialog("Keys", keyHelp(KEYS), [["Close", ""]])],
   g: ["Go to the runs", () => go(["runs"])],

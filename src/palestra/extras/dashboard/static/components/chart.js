@@ -24,9 +24,8 @@ function smoothed(values, weight) {
 
 export class Chart {
   /** `signal` ends the chart's listeners with the page. */
-  constructor({ title, xLabel = "step", percent = false, signal }) {
+  constructor({ title, percent = false, signal }) {
     this.title = title;
-    this.xLabel = xLabel;
     this.format = percent ? (value) => asPercent(value, 1) : number;
     this.percent = percent;
     this.weight = 0;
@@ -98,7 +97,7 @@ export class Chart {
       ],
       series: [{}, ...this.series.map((_, i) => line(i, 1, RAW_ALPHA)), ...this.series.map((_, i) => line(i, 2, 1))],
       legend: { show: false },
-      cursor: { sync: { key: `palestra-${this.xLabel}` }, y: false, points: { size: 7 }, drag: { x: true, y: false } },
+      cursor: { sync: { key: "palestra-step" }, y: false, points: { size: 7 }, drag: { x: true, y: false } },
       hooks: { setCursor: [(plot) => this.#showTip(plot)] },
     };
     this.plot = new window.uPlot(options, this.#data(), this.area);
@@ -125,7 +124,7 @@ export class Chart {
     this.tip.hidden = !isHere;
     if (!isHere) return;
     const rows = this.series.map((s) => h("div", `${s.label} `, h("b", this.format(s.values[idx]))));
-    replace(this.tip, h("div.soft", `${this.xLabel} ${number(this.x[idx])}`), rows);
+    replace(this.tip, h("div.soft", `step ${number(this.x[idx])}`), rows);
     const overLeft = left > plot.bbox.width / devicePixelRatio / 2;
     this.tip.style.left = `${left + (overLeft ? 40 - this.tip.offsetWidth : 68)}px`;
     this.tip.style.top = `${Math.max(0, top - 10)}px`;
@@ -138,6 +137,6 @@ export class Chart {
         ? `${s.label} from ${this.format(values[0])} to ${this.format(values.at(-1))}`
         : `${s.label}: no values`;
     });
-    return `${this.title} by ${this.xLabel}: ${ends.join("; ")}`;
+    return `${this.title} by step: ${ends.join("; ")}`;
   }
 }

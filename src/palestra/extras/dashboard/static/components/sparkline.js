@@ -6,7 +6,7 @@ import { number } from "../lib/format.js";
 const WIDTH = 96;
 const HEIGHT = 26;
 
-export function sparkline(values, label = "reward") {
+export function sparkline(values) {
   const points = values.filter((value) => Number.isFinite(value));
   if (points.length < 2) return h("span");
   const low = Math.min(...points);
@@ -14,7 +14,7 @@ export function sparkline(values, label = "reward") {
   const x = (i) => (i * WIDTH) / (points.length - 1);
   const y = (value) => HEIGHT - 3 - ((value - low) / span) * (HEIGHT - 6);
   const path = points.map((value, i) => `${i ? "L" : "M"}${x(i).toFixed(1)} ${y(value).toFixed(1)}`).join("");
-  const name = `${label}: ${number(points[0])} at first, now ${number(points.at(-1))}`;
+  const name = `reward: ${number(points[0])} at first, now ${number(points.at(-1))}`;
   return svg(
     "svg",
     { class: "sparkline", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": name },

@@ -32,7 +32,6 @@ const NAMES = [
   "error",
   "measure",
   "measure_passed",
-  "shape",
   "reward_min",
   "reward_max",
   "q",
@@ -135,7 +134,6 @@ function filters(facets, filter, set) {
       : null,
     h("span.row.nowrap", box("reward_min", "Reward from", "134px"), box("reward_max", "to", "70px")),
     filter.problem && chip("problem", filter.problem, set),
-    filter.shape && chip("shape", filter.shape, set),
   ];
 }
 

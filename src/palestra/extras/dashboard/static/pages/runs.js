@@ -1,4 +1,4 @@
-/* All runs, live: search, start, compare. */
+/* All runs, live: search, start. */
 
 import { icon } from "../components/icons.js";
 import { empty, moreButton, pageHead, progress, searchBox, select, statusPill } from "../components/parts.js";
@@ -8,7 +8,7 @@ import { follow, get } from "../lib/api.js";
 import { debounce, h, replace } from "../lib/dom.js";
 import { ago, duration, moment, number, passRate, plural } from "../lib/format.js";
 import { setKeys } from "../lib/keys.js";
-import { go, link, remember } from "../lib/router.js";
+import { link, remember } from "../lib/router.js";
 import { status } from "../lib/status.js";
 import { oneLine } from "../lib/text.js";
 
@@ -16,7 +16,6 @@ const STATES = ["running", "pending", "stopped", "completed", "failed"];
 
 export async function show({ query, signal }) {
   const filter = { q: query.get("q") ?? "", state: query.get("state") ?? "" };
-  const chosen = new Set();
   const list = h("div.card.flush");
   const server = await status();
   let runs = [];
@@ -28,7 +27,7 @@ export async function show({ query, signal }) {
     replace(
       list,
       runs.length
-        ? [table(columns(chosen, drawCompare), runs, { label: "Runs", href: (run) => link(["runs", run.id]) }), more]
+        ? [table(COLUMNS, runs, { label: "Runs", href: (run) => link(["runs", run.id]) }), more]
         : nothing(filter, server),
     );
     count.textContent = plural(total, "run");
@@ -43,15 +42,6 @@ export async function show({ query, signal }) {
     remember(filter);
     load();
   }, 200);
-  const compare = h(
-    "button",
-    { type: "button", onclick: () => go(["compare"], { runs: [...chosen].join(",") }) },
-    "Compare",
-  );
-  const drawCompare = () => {
-    compare.disabled = chosen.size < 2;
-    compare.textContent = chosen.size ? `Compare ${chosen.size}` : "Compare";
-  };
   const count = h("span.soft.small");
   const search = searchBox("Search runs", (text) => ((filter.q = text), changed()), {
     value: filter.q,
@@ -64,7 +54,6 @@ export async function show({ query, signal }) {
     (value) => ((filter.state = value), changed()),
   );
 
-  drawCompare();
   await load();
   // Only an unfiltered first page is what the events tell; with a filter, a change means to ask again. Rows that are
   // as they were stay: a row that is replaced under the mouse swallows the click.
@@ -78,52 +67,39 @@ export async function show({ query, signal }) {
   setKeys({ "/": ["Search", () => search.focus()], ...tableKeys(list) });
   const start = server.can_start && h("a.button.primary", { href: link(["start"]) }, icon("plus"), "New run");
   return [
-    pageHead("Runs", { lead: "Everything that was trained here, newest first.", actions: [compare, start] }),
+    pageHead("Runs", { lead: "Everything that was trained here, newest first.", actions: start ? [start] : [] }),
     h("div.filters", search, states, count),
     list,
   ];
 }
 
-function columns(chosen, onChoose) {
-  const tick = (run) =>
-    h("input", {
-      type: "checkbox",
-      "aria-label": `Compare ${run.name} ${run.id}`,
-      checked: chosen.has(run.id),
-      onchange: (event) => {
-        event.target.checked ? chosen.add(run.id) : chosen.delete(run.id);
-        onChoose();
-      },
-    });
-  return [
-    { label: h("span.visually-hidden", "Compare"), cell: tick },
-    {
-      label: "Run",
-      cell: (run) => [
-        h("a", { href: link(["runs", run.id]) }, h("b", run.name)),
-        h("div.soft.small", [run.environment, run.model].filter(Boolean).join(" · ")),
-      ],
-    },
-    {
-      label: "State",
-      cell: (run) => [
-        h("div.row", statusPill(run.state)),
-        run.reason && h("div.bad.small.break.run-reason", { title: run.reason }, oneLine(run.reason, 140)),
-      ],
-    },
-    { label: "Progress", cell: runProgress, kind: "wide-only" },
-    {
-      label: "Reward",
-      cell: (run) => h("div.row.nowrap", sparkline(run.sparkline ?? []), h("span.tabular", number(run.reward_mean))),
-    },
-    { label: "Pass rate", cell: rateCell, kind: "num wide-only" },
-    {
-      label: "Started",
-      cell: (run) => h("span.soft.nowrap", { title: moment(run.created) }, ago(run.created)),
-      kind: "wide-only",
-    },
-  ];
-}
+const COLUMNS = [
+  {
+    label: "Run",
+    cell: (run) => [
+      h("a", { href: link(["runs", run.id]) }, h("b", run.name)),
+      h("div.soft.small", [run.environment, run.model].filter(Boolean).join(" · ")),
+    ],
+  },
+  {
+    label: "State",
+    cell: (run) => [
+      h("div.row", statusPill(run.state)),
+      run.reason && h("div.bad.small.break.run-reason", { title: run.reason }, oneLine(run.reason, 140)),
+    ],
+  },
+  { label: "Progress", cell: runProgress, kind: "wide-only" },
+  {
+    label: "Reward",
+    cell: (run) => h("div.row.nowrap", sparkline(run.sparkline ?? []), h("span.tabular", number(run.reward_mean))),
+  },
+  { label: "Pass rate", cell: rateCell, kind: "num wide-only" },
+  {
+    label: "Started",
+    cell: (run) => h("span.soft.nowrap", { title: moment(run.created) }, ago(run.created)),
+    kind: "wide-only",
+  },
+];
 
 function rateCell(run) {
   const [rate, label] = passRate(run);
