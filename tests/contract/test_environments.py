@@ -18,7 +18,9 @@ from palestra.extras.environments.reasoning_gym import WRONG_SCORERS, task_names
 from palestra.rollout.agent_loop import AttemptLimits, endpoint_speakers
 from palestra.rollout.collect import AgentLoop, Collector
 
-TREASURE = str(Path(__file__).parents[2] / "benchmarks" / "treasure.py")  # several turns, and no tools
+REPOSITORY = Path(__file__).parents[2]
+TREASURE = str(REPOSITORY / "benchmarks" / "treasure.py")  # several turns, and no tools
+PYTHON_CODE = str(REPOSITORY / "examples" / "python_code.py")
 way = runpy.run_path(TREASURE)["way"]
 Solver = Callable[[Problem, Sequence[Message]], Message]
 
@@ -86,7 +88,7 @@ SOLVERS: dict[str, Solver] = {
     "sql": sql,
     TREASURE: treasure,
     "shell": shell,
-    "python-code": python_code,
+    PYTHON_CODE: python_code,
 }
 
 
@@ -123,7 +125,7 @@ def unique(problems: Sequence[Problem], count: int) -> list[Problem]:
 
 def test_every_built_in_environment_is_in_this_test():
     names = {e.name for e in discover().environments if e.origin == "built-in" and not e.preset}
-    assert names == set(SOLVERS) - {TREASURE}
+    assert names == set(SOLVERS) - {TREASURE, PYTHON_CODE}
 
 
 @pytest.mark.parametrize("name", SOLVERS)

@@ -1,13 +1,17 @@
-"""The python-code environment against answers that want the reward without the work."""
+"""The environment of examples/python_code.py against answers that want the reward without the work."""
 
 import json
 import random
+import runpy
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from palestra.core.types import Problem
 from palestra.envs.env import as_problem
-from palestra.extras.environments.python_code import PythonCode
+
+PythonCode: Any = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "python_code.py"))["PythonCode"]
 
 RESULTS_OF_THE_SOLUTION = {
     "deep": "open('results.json', 'w').write('[' * 31000)",

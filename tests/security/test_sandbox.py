@@ -302,7 +302,10 @@ def no_isolation(monkeypatch):
     sandbox_module._warn_unsandboxed.cache_clear()
 
 
-@pytest.mark.parametrize("env", ["shell", "python-code"])
+PYTHON_CODE = str(Path(__file__).parents[2] / "examples" / "python_code.py")
+
+
+@pytest.mark.parametrize("env", ["shell", PYTHON_CODE])
 def test_without_isolation_code_is_refused_before_anything_runs(env, no_isolation):
     with pytest.raises(UnsupportedError, match=r"no namespaces.* allow_unsandboxed=true"):
         load_env(env)
