@@ -31,7 +31,7 @@ const alarm = (id, { sentence }) =>
       sentence[0].toUpperCase(),
       sentence.slice(1),
       ". ",
-      h("a", { href: link(["runs", id, "rollouts"], { passed: 1, sort: "newest" }) }, "Newest rollouts that passed"),
+      h("a.underlined", { href: link(["runs", id, "rollouts"], { passed: 1, sort: "newest" }) }, "Newest rollouts that passed"),
     ),
   );
 
