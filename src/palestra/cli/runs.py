@@ -34,7 +34,7 @@ from palestra.core.text import show_path, show_seconds, show_size, sparkline, vi
 from palestra.evals.findings import recorded_findings
 from palestra.evals.run_report.charts import curves_svg
 from palestra.runs.manager import DeletableFolder, RunManager, run_garbage
-from palestra.runs.reader import ComparedRun, Run, RunReader, differing_keys, results
+from palestra.runs.reader import ComparedRun, Run, RunReader, results
 from palestra.runs.reader import compared as compared_run
 
 _PARTS = ("trainer", "env", "api", "supervisor")
@@ -360,8 +360,9 @@ def compare_table(compared: Sequence[ComparedRun]) -> Table:
         )
         values = [one.summary[name] for one in compared]
         rows.append([name.replace("_", " "), *("–" if value is None else show(value) for value in values)])
-    for key in differing_keys([one.settings for one in compared]):
-        rows.append([key, *(Text(visible(show_setting(one.settings.get(key)))) for one in compared)])
+    for key in dict.fromkeys(key for one in compared for key in one.settings):
+        if len({repr(one.settings.get(key)) for one in compared}) > 1:
+            rows.append([key, *(Text(visible(show_setting(one.settings.get(key)))) for one in compared)])
     return table(headings, rows, box=None, pad_edge=False, header_style="bold")
 
 

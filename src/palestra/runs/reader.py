@@ -6,7 +6,7 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -308,10 +308,11 @@ def compared(run: Run) -> ComparedRun:
         "held_out_after": _held_out_rate(report.get("after")),
         "seconds": None if run.started is None or run.ended is None else run.seconds,
     }
+    settings = flatten(load_yaml(folder.config_file)) if folder.config_file.is_file() else {}
     return ComparedRun(
         run,
         label,
-        settings_of(folder),
+        {key: value for key, value in settings.items() if key not in _OWN_SETTINGS},
         summary,
         [(row["step"], row["pass_rate"]) for row in trained if "pass_rate" in row],
         [(row["step"], row["reward_mean"]) for row in trained],
@@ -326,15 +327,3 @@ def _held_out_rate(evaluation: Any) -> float | None:
         case {"pass_rate": {"rate": int() | float() as rate}}:
             return rate
     return None
-
-
-def settings_of(folder: RunFolder) -> dict[str, Any]:
-    """The settings that a run has in its config.yaml, by dotted key."""
-    flat = flatten(load_yaml(folder.config_file)) if folder.config_file.is_file() else {}
-    return {key: value for key, value in flat.items() if key not in _OWN_SETTINGS}
-
-
-def differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The settings that are not the same in all runs."""
-    keys = dict.fromkeys(key for one in settings for key in one)
-    return [key for key in keys if len({repr(one.get(key)) for one in settings}) > 1]
