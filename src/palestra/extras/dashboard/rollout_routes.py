@@ -150,12 +150,11 @@ def facets(index: RolloutIndex) -> dict[str, Any]:
     """Values to filter by, with counts."""
     kinds, stops, tools = Counter[str](), Counter[str](), Counter[str]()
     steps: list[int] = []
-    rewards: list[float] = []
     errors = 0
     with index.open() as db:
         # one scan of the rollouts: a large run has gigabytes of them
         groups = db.execute(
-            "SELECT kind, stop, tools, error IS NOT NULL, count(*), min(step), max(step), min(reward), max(reward) "
+            "SELECT kind, stop, tools, error IS NOT NULL, count(*), min(step), max(step) "
             "FROM rollouts GROUP BY 1, 2, 3, 4"
         )
         for kind, stop, names, failed, count, *ranges in groups:
@@ -165,21 +164,17 @@ def facets(index: RolloutIndex) -> dict[str, Any]:
                 tools[tool] += count
             if kind == "train":
                 errors += count if failed else 0
-                steps += ranges[:2]
-                rewards += ranges[2:]
+                steps += ranges
         measures: dict[str, None] = {}
         for (text,) in db.execute("SELECT scores FROM rollouts GROUP BY kind, step"):
             measures |= dict.fromkeys(json.loads(text))
-        problems = db.execute("SELECT count(DISTINCT problem_id) FROM rollouts WHERE kind = 'train'").fetchone()[0]
     return {
         "kinds": dict(kinds),
         "steps": [min(steps, default=None), max(steps, default=None)],
-        "rewards": [min(rewards, default=None), max(rewards, default=None)],
         "stops": dict(stops),
         "tools": dict(tools.most_common(100)),
         "measures": list(measures),
         "errors": errors,
-        "problems": problems,
     }
 
 
