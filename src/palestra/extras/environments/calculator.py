@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from palestra.core.types import Message, Score, ToolCall
 from palestra.envs.env import Env, EnvConfig
-from palestra.extras.environments._numbers import is_number
+from palestra.evals.measures import fail_reason, pass_reason
 
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -20,6 +21,7 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
+_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 _LARGEST = 1e15
 _EXAMPLES_SEED = 77_777_777
 
@@ -100,3 +102,18 @@ def _value(node: ast.expr) -> float:
     if abs(result) > _LARGEST:
         raise ValueError(f"numbers above {_LARGEST:g} are too large")
     return result
+
+
+def is_number(answer: str, expected: float) -> Score:
+    """Passed when the last number of the answer is the expected one.
+
+    >>> is_number("It was 3, and is 1,204.50 now.", 1204.5).passed
+    True
+    """
+    numbers = _NUMBER.findall(answer)
+    if not numbers:
+        return fail_reason("the answer names no number")
+    number = float(numbers[-1].replace(",", ""))
+    if abs(number - expected) > 1e-6 * max(1.0, abs(expected)):
+        return fail_reason(f"the answer says {number:g}, expected {expected:g}")
+    return pass_reason(f"the answer says {expected:g}")

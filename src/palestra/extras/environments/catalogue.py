@@ -8,7 +8,7 @@ from typing import Any
 from palestra.core.types import Score
 from palestra.envs.env import Env
 from palestra.evals.measures import fail_reason, pass_reason
-from palestra.extras.environments._numbers import is_number
+from palestra.extras.environments.calculator import is_number
 
 _SIZES = "small medium large tall wide".split()
 _MATERIALS = "oak glass steel cotton wool paper clay silver".split()

@@ -10,7 +10,7 @@ from palestra.envs.env import Env
 from palestra.envs.sandbox import SandboxLimits
 from palestra.envs.sandbox.config import MAX_SANDBOXES, SandboxConfig
 from palestra.evals.measures import fail_reason, pass_reason
-from palestra.extras.environments._numbers import is_number
+from palestra.extras.environments.calculator import is_number
 
 _WORDS = "amber birch cedar dune ember fjord grove heath islet jetty knoll ledge marsh north ocean".split()
 _LIMITS = SandboxLimits(seconds=5.0, memory_mib=256, processes=16, output_bytes=4000)

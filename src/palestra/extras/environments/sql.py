@@ -13,7 +13,7 @@ from typing import Any
 from palestra.core.files import scratch_root
 from palestra.core.types import Score
 from palestra.envs.env import Env
-from palestra.extras.environments._numbers import is_number
+from palestra.extras.environments.calculator import is_number
 
 _CITIES = "Ankara Bergen Cork Delft Evora Fes Graz Hue Izmir Jena".split()
 _GOODS = "apples bread cheese dates eggs figs grapes honey".split()
