@@ -6,9 +6,11 @@ Import them as `from builders import rollout, group, ScriptedPolicy`: tests/supp
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from palestra import Agent, EvalSuite, function_tool
+from palestra.algo.batch import Batch
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Message, Rollout, Sample, SamplingParams, Score, ToolCall, ToolResult, Turn
 from palestra.core.weights import Weights
@@ -197,3 +199,14 @@ class BranchingPolicy(ScriptedPolicy):
     def branch(self, session: ScriptedSession, length: int) -> ScriptedSession:
         assert not session.closed
         return self._add(session.token_ids[:length], session.script)
+
+
+def samples_of(batch: Batch) -> list[Sample]:
+    """The rows of a batch one by one."""
+    samples = []
+    for row, (first, last) in enumerate(pairwise(batch.offsets.tolist())):
+        columns = batch.token_ids, batch.policy_mask, batch.echo_mask, batch.logprobs, batch.advantages, batch.versions
+        ids, policy, echo, logprobs, advantages, versions = (column[first:last] for column in columns)
+        group, prompt = int(batch.groups[row]), int(batch.prompt_lengths[row])
+        samples.append(Sample(ids, policy, echo, logprobs, advantages, group, prompt, versions))
+    return samples

@@ -12,7 +12,7 @@ read these columns; results of the learner are flat columns, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -175,11 +175,3 @@ class Batch:
         predicted = mask.copy()
         predicted[self.offsets[:-1][self.lengths > 0]] = False
         return predicted
-
-    def samples(self) -> Iterator[Sample]:
-        """The rows one by one, as views."""
-        for row, (first, last) in enumerate(pairwise(self.offsets.tolist())):
-            columns = self.token_ids, self.policy_mask, self.echo_mask, self.logprobs, self.advantages, self.versions
-            ids, policy, echo, logprobs, advantages, versions = (column[first:last] for column in columns)
-            group, prompt = int(self.groups[row]), int(self.prompt_lengths[row])
-            yield Sample(ids, policy, echo, logprobs, advantages, group, prompt, versions)

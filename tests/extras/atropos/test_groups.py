@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from builders import samples_of
 
 from palestra.core.errors import InputError
 from palestra.core.types import Group, Message, Rollout, ToolCall, Turn
@@ -22,7 +23,7 @@ def posted(**changes):
 
 
 def samples(group, advantages):
-    return list(to_batch([group], [advantages], mask_truncated=True).samples())
+    return samples_of(to_batch([group], [advantages], mask_truncated=True))
 
 
 def test_tokens_masks_and_logprobs_come_through():

@@ -26,6 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
+from builders import samples_of
 from engine_families import tiny_model
 from small_learner import loss_of, make_samples
 from test_learners import BASE, LEARNERS, RATE, Case, model_of, rows
@@ -55,7 +56,7 @@ def batch_of(step: int) -> Batch:
 def take_step(learner: Learner, step: int) -> tuple[dict[str, float], float]:
     batch = batch_of(step)
     options = {"echo_coefficient": 0.3, "entropy_coefficient": 0.01}
-    outputs = learner.forward_backward(batch, loss_of(list(batch.samples()), **options))
+    outputs = learner.forward_backward(batch, loss_of(samples_of(batch), **options))
     norm = learner.optim_step(RATE / 10, max_grad_norm=1.0)
     return outputs.metrics(), norm
 
@@ -93,7 +94,7 @@ def parity(kind: str, ranks: TorchRanks, folder: Path) -> dict[str, Any]:
     """Five steps beside a learner of one process; then a checkpoint, and the weights after one more step; then the same
     from the checkpoint of one process."""
     one, many = local(kind), sharded(kind, ranks)
-    batch, loss = batch_of(1), loss_of(list(batch_of(1).samples()))
+    batch, loss = batch_of(1), loss_of(samples_of(batch_of(1)))
     found: dict[str, Any] = {"rows": batch.part(*share_of_rows(batch, ranks)).rows}
     found["logprobs"] = float(np.nanmax(np.abs(one.forward(batch_of(1)) - many.forward(batch_of(1)))))
     losses = [learner.forward_backward(batch_of(1), loss).metrics() for learner in (one, many)]

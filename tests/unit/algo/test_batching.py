@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import samples_of
 
 from palestra.algo.batch import Batch, Targets
 from palestra.algo.batching import MicroBatch, Tree, pack
@@ -166,7 +167,7 @@ def test_minibatches_keep_order_and_lose_nothing() -> None:
 def test_a_batch_gives_the_rows_that_it_was_made_of() -> None:
     samples = [row([1, 2], [3] * i, group=i) for i in range(3)]
     batch = Batch.of(samples, old_logprobs=[sample.logprobs - 1 for sample in samples])
-    assert list(batch.samples()) == samples
+    assert samples_of(batch) == samples
     assert batch.count(batch.predicted(np.ones(9, bool))).tolist() == [1, 2, 3]
     assert batch.row_of([0, 1, 2, 4, 8]).tolist() == [0, 0, 1, 1, 2]
     assert [part.tolist() for part in batch.split(batch.token_ids)] == [[1, 2], [1, 2, 3], [1, 2, 3, 3]]

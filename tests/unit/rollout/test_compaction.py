@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from builders import END, BranchingPolicy, agent, suite
+from builders import END, BranchingPolicy, agent, samples_of, suite
 from playing import attempt
 from scripted import ANSWER, CALL, ScriptedPolicy, play
 
@@ -24,7 +24,7 @@ THOUGHT = "<think>\nLet me use the tool.\n</think>\n"
 def trained_once(rollout: Rollout, policy: Any) -> bool:
     """Whether the batch trains the tokens that were sampled, each once, behind the tokens that it was sampled after."""
     batch = to_batch([Group("p", (rollout,))], [[1.0]], mask_truncated=False)
-    rows = list(batch.samples())
+    rows = samples_of(batch)
     trained = sorted(int(i) for row in rows for i in row.token_ids[row.policy_mask])
     sampled = sorted(i for ids in policy.sampled for i in ids)
     whole = [row.token_ids.tolist() for row in rows]

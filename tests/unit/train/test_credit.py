@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from builders import samples_of
 
 from palestra.core.codec import decode, encode
 from palestra.core.config import RunConfig
@@ -35,7 +36,7 @@ def test_return_to_go_gives_each_turn_its_own_advantage_in_the_batch():
     group = Group("p", (rollout((0.0, 1.0)), rollout((1.0, 0.0))))
     credit = assign_credit([group], train(credit="return_to_go", advantage_scale="none", discount=0.5), {})
     assert turn_rewards(rollout((0.25, 0.5), outcome=1.0), {}).tolist() == [0.25, 1.5], "the last turn's"
-    rows = list(to_batch(credit.groups, credit.advantages, mask_truncated=True).samples())
+    rows = samples_of(to_batch(credit.groups, credit.advantages, mask_truncated=True))
     mean = (0.5 + 1.0 + 1.0 + 0.0) / 4
     assert rows[0].advantages.tolist() == pytest.approx([0, 0, 0.5 - mean, 0.5 - mean, 0, 1 - mean])
     assert rows[1].advantages.tolist() == pytest.approx([0, 0, 1 - mean, 1 - mean, 0, -mean])
@@ -67,7 +68,7 @@ def test_every_conversation_of_a_rollout_gets_the_advantages_of_its_turns():
     rollouts = [replace(r, scores={"steps": Score(0.0, None, turns=(0, 0, 0))}) for r in rollouts]
     credit = assign_credit([Group("p", tuple(rollouts))], train(credit="return_to_go", advantage_scale="none"), {})
     batch = to_batch(credit.groups, credit.advantages, mask_truncated=True)
-    assert [row.advantages[-1] for row in batch.samples()] == pytest.approx([0.5, 0.5, -0.5, -0.5])
+    assert [row.advantages[-1] for row in samples_of(batch)] == pytest.approx([0.5, 0.5, -0.5, -0.5])
 
 
 def test_a_measure_with_too_few_turns_is_no_verdict():

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import numpy as np
+from builders import samples_of
 
 from palestra.core.config_sections import TrainSection
 from palestra.core.types import Group, Lineage, Rollout, Score, ToolCall, ToolResult, Turn
@@ -24,7 +25,7 @@ def rollout(reward: float, **changes: object) -> Rollout:
 def test_a_sample_holds_the_very_tokens_of_its_rollout_of_which_those_of_the_model_are_trained() -> None:
     groups = [Group("p", (rollout(1.0),))] * 4
     trained = [False, False, False, True]
-    (sample,) = to_batch(groups, [[0.5]] * 4, mask_truncated=True, trained=trained).samples()
+    (sample,) = samples_of(to_batch(groups, [[0.5]] * 4, mask_truncated=True, trained=trained))
     assert sample.token_ids.tolist() == list(range(1, 11))
     assert (sample.prompt_length, sample.group) == (3, 3)
     assert sample.versions.tolist() == [0, 0, 0, 7, 7, 0, 0, 0, 0, 8]
@@ -37,11 +38,11 @@ def test_a_truncated_rollout_stays_in_the_baseline_but_trains_nothing() -> None:
     group = Group("p", (rollout(1.0), rollout(0.0, stop="truncated")))
     advantages = group_advantages([group], TrainSection(), {"right": 1.0})
     assert advantages[0][0] > 0 > advantages[0][1]
-    first, second = to_batch([group], advantages, mask_truncated=True).samples()
+    first, second = samples_of(to_batch([group], advantages, mask_truncated=True))
     assert any(first.policy_mask)
     assert not any(second.policy_mask)
     assert not any(second.echo_mask)
-    assert any(list(to_batch([group], advantages, mask_truncated=False).samples())[1].policy_mask)
+    assert any(samples_of(to_batch([group], advantages, mask_truncated=False))[1].policy_mask)
 
 
 def test_a_failed_rollout_is_in_no_baseline_and_no_batch() -> None:
@@ -55,7 +56,7 @@ def test_equal_rewards_train_no_policy_but_echo_learns_their_tool_results() -> N
     groups = [Group("equal", (rollout(1.0), rollout(1.0))), Group("mixed", (rollout(1.0), rollout(0.0)))]
     advantages = group_advantages(groups, TrainSection(), {})
     assert trainable_batch(groups, advantages, TrainSection()).groups.tolist() == [1, 1]
-    both = trainable_batch(groups, advantages, TrainSection(), echo=True).samples()
+    both = samples_of(trainable_batch(groups, advantages, TrainSection(), echo=True))
     rows = [(s.group, bool(s.policy_mask.any()), int(s.echo_mask.sum())) for s in both]
     assert rows == [(0, False, 2), (0, False, 2), (1, True, 2), (1, True, 2)]
 
@@ -117,7 +118,7 @@ def test_each_conversation_of_an_attempt_is_a_row_with_its_advantage_and_the_att
     group = Group("p", (rollout(1.0, lineages=(helper, cut)), rollout(0.0)))
     advantages = group_advantages([group], TrainSection(advantage_scale="none"), {"right": 1.0})
     assert advantages == [[0.5, -0.5]]
-    rows = list(to_batch([group], advantages, mask_truncated=True).samples())
+    rows = samples_of(to_batch([group], advantages, mask_truncated=True))
     assert [row.token_ids.tolist()[0] for row in rows] == [1, 20, 20, 1]
     assert [float(row.advantages[0]) for row in rows] == [0.5, 0.5, 0.5, -0.5]
     assert [bool(row.policy_mask.any()) for row in rows] == [True, True, False, True]

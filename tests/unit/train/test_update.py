@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders import samples_of
 from loop_fakes import SMALL, FakeLearner, FakeOutputs
 
 from palestra.algo.batch import Batch
@@ -32,7 +33,7 @@ class Recorded(FakeLearner):
 
     def forward_backward(self, batch: Batch, loss: StepLoss) -> FakeOutputs:
         old = None if batch.old_logprobs is None else [row.tolist() for row in batch.split(batch.old_logprobs)]
-        self.batches.append(([float(s.advantages[0]) for s in batch.samples()], old))
+        self.batches.append(([float(s.advantages[0]) for s in samples_of(batch)], old))
         return super().forward_backward(batch, loss)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from builders import samples_of
 from scripted_model import END, PROBLEM, QUESTION, TOOL, BranchingPolicy, ScriptedPolicy, attempt, call, completer
 
 from palestra.core.errors import ContextLengthError, StateError
@@ -290,7 +291,7 @@ def test_rows_of_discarded_turns_are_no_samples(tiny_tokenizer):
     ask(one, [QUESTION, choices[1], said("And?")])
     rollout = asyncio.run(one.finish())
     assert len(rollout.conversations) == 3
-    (sample,) = to_batch([Group(PROBLEM.id, (rollout,))], [[1.0]], mask_truncated=True).samples()
+    (sample,) = samples_of(to_batch([Group(PROBLEM.id, (rollout,))], [[1.0]], mask_truncated=True))
     assert int(sample.policy_mask.sum()) == len(policy.sampled[1]) + len(policy.sampled[3])
 
 
