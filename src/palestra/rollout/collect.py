@@ -10,13 +10,7 @@ from typing import Any
 
 from palestra.core.calls import OutOfThreads
 from palestra.core.chat_model import hosting, logging_calls
-from palestra.core.errors import (
-    NotFiniteError,
-    PalestraError,
-    ResourceError,
-    TrainingError,
-    UserCodeError,
-)
+from palestra.core.errors import NotFiniteError, PalestraError, ResourceError, TrainingError, UserCodeError
 from palestra.core.types import Group, Problem, Rollout
 from palestra.envs.base import Environment, Episode
 from palestra.envs.running import NotOpened, Opener, RunningEnv, close_episodes, close_now

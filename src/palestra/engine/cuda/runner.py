@@ -35,15 +35,7 @@ from palestra.engine.cuda.paged_ops import (
 from palestra.engine.cuda.recurrent_steps import MAX_RUN, HybridDecoder, RecurrentStep, StateRows
 from palestra.engine.cuda.state import DecodeState
 from palestra.engine.pages import MIN_SAVED_BYTES, SharedPrefixes
-from palestra.engine.recurrent import (
-    NO_STEPS,
-    RecurrentLayers,
-    RecurrentSteps,
-    Run,
-    StateStore,
-    over_runs,
-    runs_of,
-)
+from palestra.engine.recurrent import NO_STEPS, RecurrentLayers, RecurrentSteps, Run, StateStore, over_runs, runs_of
 from palestra.engine.routing import ExpertRouting
 from palestra.engine.runner import KVMemory, Runner
 from palestra.engine.sampler import SamplingRow, sample
