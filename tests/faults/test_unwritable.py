@@ -179,7 +179,9 @@ def test_a_run_that_cannot_save_when_it_is_stopped_names_the_last_good_checkpoin
 
 def test_a_run_folder_that_is_deleted_during_the_training_is_one_sentence(forkserver, tmp_path) -> None:
     folder = tmp_path / "run"
-    done = train(forkserver, folder, {2: "shutil.rmtree(folder)"}, "--checkpoint.every", "1")
+    # in one moment: a thread that writes records would else put a file into what is being deleted
+    delete = "shutil.rmtree(folder.rename(folder.with_name('gone')))"
+    done = train(forkserver, folder, {2: delete}, "--checkpoint.every", "1")
     assert done.code == 2
     assert done.text.count("Error:") == 1
     assert "was deleted or moved" in done.text
