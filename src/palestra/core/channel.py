@@ -18,6 +18,7 @@ from palestra.core.errors import PalestraError, StateError, text_of
 from palestra.core.text import encodable
 
 _READ_BYTES = 1 << 18
+MAX_FAILURES = 100  # of this process that the other one may raise back
 _HEAD = Struct("<QqB")  # before each message: bytes of what follows, number of the call, bytes of the kind
 _ONE_WAY = -1  # the number of a message without a reply
 _ANSWERS = ("reply", "error")
@@ -108,6 +109,8 @@ class Channel:
         names = [_name(kind) for kind in type(error).__mro__]
         if not isinstance(error, PalestraError):
             self._failures[str(error) if type(error) is RuntimeError else text_of(error)] = error
+            if len(self._failures) > MAX_FAILURES:  # an error holds the frames in which it was raised
+                del self._failures[next(iter(self._failures))]
         if isinstance(error, PalestraError) or type(error) is RuntimeError:
             with contextlib.suppress(CodecError):  # of its arguments or fields
                 self._send("error", number, (names, list(error.args), vars(error)))
