@@ -47,6 +47,8 @@ REMOVED = {  # command -> its replacement
     "locks": "run: palestra config --locked",
     "completion": 'put into ~/.bashrc: eval "$(_PALESTRA_COMPLETE=bash_source palestra)" (or zsh_source, fish_source)',
     "version": "run: palestra doctor",
+    "bench": "run in a clone of the repository: python benchmarks/sampling.py",
+    "judge-check": "run in a clone of the repository: python examples/judge_agreement.py",
     "http": "`palestra mcp --http` has its tools, at /tools/NAME and /mcp, and the dashboard",
 }
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
