@@ -33,7 +33,7 @@ Tokens = tuple[list[list[int]], list[list[list[int]]]]  # a prompt for each roll
 
 
 async def through_policy(policy: Policy[Any], tokens: Tokens, group_size: int, new_tokens: int) -> int:
-    """All rollouts at once; siblings share the computation of their prompt. The number of sampled tokens."""
+    """Sample all rollouts in one batch; siblings share their prompt. Return the number of sampled tokens."""
     prompts, results = tokens
     sessions = [s for prompt in prompts[::group_size] for s in policy.fork(policy.open(prompt), group_size)]
 

@@ -2,8 +2,8 @@
 weights, and a thread where a processor is free.
 
 The products of a small model are too small to be split among threads; the rows of its batch are not. A batch is divided
-the same way on every machine, and the parts' gradients are added in one order, so the sums do not depend on how many of
-them were computed at once. A whole training of the demo on two processors takes a tenth less time.
+the same way on every machine, and the parts' gradients are added in one order, so the sums do not depend on how many
+threads there are. Training the demo on two processors takes a tenth less time.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def rescore(
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a measure said of a rollout, if it was there, and what it says now."""
+    """The old verdict of a measure on a rollout, if it has one, and the new one."""
 
     step: int
     old: Score | None
