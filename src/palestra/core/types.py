@@ -329,14 +329,18 @@ class Rollout:
         return f"Rollout({self.problem_id!r}, {size}, stop={self.stop!r}, reward={self.reward:g})"
 
     @property
+    def verdict(self) -> bool | None:
+        """Whether every measure that counts passed; None if no measure decides that."""
+        verdict = None
+        for score in self.scores.values():
+            if score.decides:
+                verdict = bool(score.passed) and verdict is not False
+        return verdict
+
+    @property
     def passed(self) -> bool:
         """Every measure that counts passed."""
-        is_decided = False
-        for score in self.scores.values():
-            if score.decides and not score.passed:
-                return False
-            is_decided |= score.decides
-        return is_decided
+        return self.verdict is True
 
     @property
     def cut_off(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from palestra.core.types import Message, Rollout
-from palestra.evals.rollout_stats import is_judged, rollout_stats
+from palestra.evals.rollout_stats import rollout_stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +282,7 @@ def pass_at_k(samples: Iterable[Sequence[Rollout]]) -> dict[int, float]:
     The unbiased estimate 1 - C(n - c, k) / C(n, k) for c passes in n samples, averaged over the problems with at least
     k samples. Rollouts that failed with an error do not count. Empty where no measure decides whether a rollout passed.
     """
-    verdicts = [[r.passed for r in group if r.error is None and is_judged(r)] for group in samples]
+    verdicts = [[r.passed for r in group if r.error is None and r.verdict is not None] for group in samples]
     most = max(map(len, verdicts), default=0)
     rates = {}
     for k in sorted({1, most} - {0}) if most else ():

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
 from palestra.core.messages import show_call
-from palestra.core.types import Message, Rollout, Score, ToolResult
+from palestra.core.types import CUT_OFF, Message, Rollout, ToolResult
 
 CallProblem = Literal["rejected_format", "malformed", "unknown_tool", "invalid_arguments", "raised"]
 # metric of each problem: the share of all tool calls that have it
@@ -38,26 +38,45 @@ _HINT_PHRASE = re.compile(
 
 def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Rewards, pass rates, lengths, tools and failures. Rollouts that failed are counted, and in no mean."""
-    good = [rollout for rollout in rollouts if rollout.error is None]
-    errors = Counter(name for rollout in rollouts for name, score in rollout.scores.items() if score.error)
+    columns: dict[str, list[float]] = {}  # the numbers of the rollouts that did not fail
+    errors, problems = Counter[str](), Counter[CallProblem | None]()
+    values: dict[str, list[float]] = {}  # of each measure
+    verdicts: dict[str, list[bool]] = {}
+    passed: list[bool] = []
+    results = failed = foreign = written = repeated = 0  # calls
+    for rollout in rollouts:
+        for name, score in rollout.scores.items():
+            if score.error:
+                errors[name] += 1
+            elif rollout.error is None:
+                values.setdefault(name, []).append(score.value)
+                if score.passed is not None:
+                    verdicts.setdefault(name, []).append(score.passed)
+        if rollout.error is not None:
+            continue
+        for name, number in numbers_of(rollout).items():
+            columns.setdefault(name, []).append(number)
+        for result in rollout.tool_results:
+            results += 1
+            failed += not result.ok
+            foreign += bool(result.call.format)
+            problems[call_problem(result, rollout.tool_names)] += 1
+        calls = calls_of(rollout)
+        written += len(calls)
+        repeated += len(calls) - len(set(calls))  # the name and arguments of an earlier one
+        if (verdict := rollout.verdict) is not None:
+            passed.append(verdict)
+    rewards = columns.pop("reward", [])
     out = {
         "rollouts": float(len(rollouts)),
-        "rollout_failures": float(len(rollouts) - len(good)),
+        "rollout_failures": float(len(rollouts) - len(rewards)),
         "measure_errors": float(errors.total()),
-        **{f"measure_errors/{name}": float(count) for name, count in errors.items()},
     }
-    if not good:
+    for name, count in errors.items():
+        out[f"measure_errors/{name}"] = float(count)
+    if not rewards:
         return out
-    rewards, lengths = [rollout.reward for rollout in good], [rollout.sampled_tokens for rollout in good]
-    results = [(result, rollout.tool_names) for rollout in good for result in rollout.tool_results]
-    problems, executed = Counter(call_problem(*each) for each in results), max(1, len(results))
-    written = [calls_of(rollout) for rollout in good]
-    repeated = sum(len(calls) - len(set(calls)) for calls in written)  # the name and arguments of an earlier one
-    scores: dict[str, list[Score]] = {}
-    for rollout in good:
-        for name, score in rollout.scores.items():
-            if not score.error:
-                scores.setdefault(name, []).append(score)
+    lengths = columns.pop("completion_length")
     out |= {
         "reward_mean": fmean(rewards),
         "reward_max": max(rewards),
@@ -65,26 +84,47 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "reward_std": pstdev(rewards),
         "completion_length_mean": fmean(lengths),
         "completion_length_max": float(max(lengths)),
-        "conversation_length_max": float(max(sum(len(turn.token_ids) for turn in r.turns) for r in good)),
+        "conversation_length_max": float(max(columns.pop("conversation_length"))),
         "sampled_tokens": float(sum(lengths)),
-        **{metric: fmean(map(number_of, good)) for metric, number_of in MEANS.items()},
-        "tool_error_rate": sum(not result.ok for result, _ in results) / executed,
-        "other_format_rate": sum(bool(result.call.format) for result, _ in results) / executed,
-        "repeated_call_rate": repeated / max(1, sum(map(len, written))),
-        **{metric: problems[problem] / executed for problem, metric in CALL_PROBLEM_RATES.items()},
     }
-    if passed := [rollout.passed for rollout in good if is_judged(rollout)]:
+    for name, numbers in columns.items():
+        out[name] = fmean(numbers)
+    out["tool_error_rate"] = failed / max(1, results)
+    out["other_format_rate"] = foreign / max(1, results)
+    out["repeated_call_rate"] = repeated / max(1, written)
+    for problem, metric in CALL_PROBLEM_RATES.items():
+        out[metric] = problems[problem] / max(1, results)
+    if passed:
         out["pass_rate"] = fmean(passed)
-    for name, of_measure in scores.items():
-        out[f"score/{name}"] = fmean(score.value for score in of_measure)
-        if verdicts := [score.passed for score in of_measure if score.passed is not None]:
-            out[f"pass_rate/{name}"] = fmean(verdicts)
+    for name, of_measure in values.items():
+        out[f"score/{name}"] = fmean(of_measure)
+        if name in verdicts:
+            out[f"pass_rate/{name}"] = fmean(verdicts[name])
     return out
 
 
-def is_judged(rollout: Rollout) -> bool:
-    """Whether a measure decides that the rollout passed or failed."""
-    return any(score.decides for score in rollout.scores.values())
+def numbers_of(rollout: Rollout) -> dict[str, float]:
+    """The numbers of one rollout; a step reports the mean of each by its name, from `turns_mean` on."""
+    turns = size = 0
+    for turn in rollout.turns:
+        turns += turn.maker == "model"
+        size += len(turn.token_ids)
+    is_cut_off = rollout.stop in CUT_OFF
+    runs_none = bool(rollout.tool_names) and not rollout.tool_results
+    return {
+        "reward": rollout.reward,
+        "completion_length": rollout.sampled_tokens,
+        "conversation_length": size,
+        "turns_mean": turns,
+        "truncation_rate": is_cut_off,
+        "context_full_rate": rollout.stop == "context_full",
+        "looping_rate": is_cut_off and loops(rollout),
+        "tools_offered": len(rollout.tool_names),
+        "tool_calls_mean": len(rollout.tool_results),
+        "tool_limit_rate": rollout.stop == "tool_limit",
+        "unread_call_rate": has_unread_call(rollout),
+        "unrun_call_rate": runs_none and bool(calls_of(rollout)),  # the attempt ended before the calls were run
+    }
 
 
 def loops(rollout: Rollout) -> bool:
@@ -124,11 +164,6 @@ def has_unread_call(rollout: Rollout) -> bool:
     messages = model_messages(rollout)
     looks_like_call = _call_pattern(rollout.tool_names)
     return not any(m.tool_calls for m in messages) and any(looks_like_call.search(m.text) for m in messages)
-
-
-def has_unrun_call(rollout: Rollout) -> bool:
-    """Whether calls were parsed and none was run: the attempt ended first."""
-    return bool(rollout.tool_names) and not rollout.tool_results and bool(calls_of(rollout))
 
 
 def model_messages(rollout: Rollout) -> list[Message]:
@@ -180,31 +215,6 @@ def _contains(text: str, answer: str) -> bool:
     """
     plain = re.sub(r"(?<=\d),(?=\d{3})", "", text)
     return re.search(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\d)", plain, re.IGNORECASE) is not None
-
-
-# metric -> the number of one rollout of which it is the mean
-MEANS: dict[str, Callable[[Rollout], float]] = {
-    "turns_mean": lambda r: sum(turn.maker == "model" for turn in r.turns),
-    "truncation_rate": lambda r: r.cut_off,
-    "context_full_rate": lambda r: r.stop == "context_full",
-    "looping_rate": lambda r: r.cut_off and loops(r),
-    "tools_offered": lambda r: len(r.tool_names),
-    "tool_calls_mean": lambda r: len(r.tool_results),
-    "tool_limit_rate": lambda r: r.stop == "tool_limit",
-    "unread_call_rate": has_unread_call,
-    "unrun_call_rate": has_unrun_call,
-}
-# trait that findings show -> whether a rollout that did not fail has it
-TRAITS: dict[str, Callable[[Rollout], object]] = {
-    **{name: MEANS[f"{name}_rate"] for name in ("unread_call", "unrun_call", "context_full", "looping", "tool_limit")},
-    "no_call": lambda r: r.tool_names and not r.tool_results,
-    "truncated": lambda r: r.stop == "truncated" and not loops(r),
-    "guess": lambda r: r.tool_names and r.reward > 0 and not called_successfully(r),
-    "reward_for_failed_calls": lambda r: r.tool_results and r.reward > 0 and not called_successfully(r),
-    "hint": mentions_hint,
-    "passed": lambda r: r.passed,
-    "not_passed": lambda r: not r.passed,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +272,18 @@ def traits_of(rollout: Rollout) -> dict[str, str | None]:
             traits[problem] = f"{show_call(result.call)} → {said}" if said else show_call(result.call)
     if rollout.error is not None:
         return traits | {"failure": rollout.error}
-    return traits | {trait: None for trait, holds in TRAITS.items() if holds(rollout)}
+    numbers, earns_uncalled = numbers_of(rollout), rollout.reward > 0 and not called_successfully(rollout)
+    rates = ("unread_call", "unrun_call", "context_full", "looping", "tool_limit")
+    shown = {trait: numbers[f"{trait}_rate"] for trait in rates} | {
+        "no_call": rollout.tool_names and not rollout.tool_results,
+        "truncated": rollout.stop == "truncated" and not numbers["looping_rate"],
+        "guess": rollout.tool_names and earns_uncalled,
+        "reward_for_failed_calls": rollout.tool_results and earns_uncalled,
+        "hint": mentions_hint(rollout),
+        "passed": rollout.passed,
+        "not_passed": not rollout.passed,
+    }
+    return traits | {trait: None for trait, holds in shown.items() if holds}
 
 
 def last_words(rollout: Rollout) -> str:
@@ -270,7 +291,7 @@ def last_words(rollout: Rollout) -> str:
     for message in reversed(model_messages(rollout)):
         parts = [message.text] if message.text else []
         if message.tool_calls:
-            parts.append(", ".join([show_call(call) for call in message.tool_calls]))
+            parts.append(", ".join(map(show_call, message.tool_calls)))
         if parts:
             return " ".join(parts)
     return ""

@@ -7,7 +7,9 @@ import resource
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from palestra.algo.batch import Batch, not_sampled
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import InputError, UserCodeError
 from palestra.core.types import CUT_OFF, Array, Group, Rollout, Score, Turn, oldest_version
-from palestra.evals.rollout_stats import called_successfully, is_judged, is_total, rollout_stats
+from palestra.evals.rollout_stats import called_successfully, is_total, rollout_stats
 
 
 def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-6) -> bool:
@@ -34,8 +36,11 @@ def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-
 
 def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapping[str, float]) -> list[list[float]]:
     """The advantage of every rollout, by group. A rollout that failed has none and is in no baseline."""
-    rows: list[tuple[int, int]] = []
+    result = [[0.0] * len(group.rollouts) for group in groups]
+    places: list[tuple[list[float], int]] = []  # of the rollouts in `result`
     rollouts: list[Rollout] = []
+    members: list[int] = []
+    rewards: list[float] = []
     for g, group in enumerate(groups):
         for i, rollout in enumerate(group.rollouts):
             if not math.isfinite(rollout.reward):
@@ -44,24 +49,23 @@ def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapp
                     "a measure or reward function must return finite numbers"
                 )
             if rollout.error is None:
-                rows.append((g, i))
+                places.append((result[g], i))
                 rollouts.append(rollout)
-    result = [[0.0] * len(group.rollouts) for group in groups]
-    if not rows:
+                members.append(g)
+                rewards.append(rollout.reward)
+    if not places:
         return result
-    members = torch.tensor([g for g, _ in rows])
-    scale, leave_one_out = train.advantage_scale, train.leave_one_out
-    names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
+    options: dict[str, Any] = {"scale": train.advantage_scale, "leave_one_out": train.leave_one_out}
+    names = list(dict.fromkeys(chain.from_iterable(map(attrgetter("scores"), rollouts))))
     if train.combine == "normalise_then_sum" and len(names) > 1:
         unknown = Score(math.nan, None)  # of a measure that was not run on a rollout
-        values = torch.tensor([[r.scores.get(name, unknown).value for name in names] for r in rollouts])
+        scores = torch.tensor([[r.scores.get(name, unknown).value for name in names] for r in rollouts])
         per_measure = torch.tensor([weights.get(n, 1.0) for n in names])
-        values_out = combine_measures(values, per_measure, members, scale=scale, leave_one_out=leave_one_out)
+        values = combine_measures(scores, per_measure, torch.tensor(members), **options)
     else:
-        rewards = torch.tensor([r.reward for r in rollouts])
-        values_out = normalise(rewards, members, scale=scale, leave_one_out=leave_one_out)
-    for (g, i), value in zip(rows, values_out.tolist(), strict=True):
-        result[g][i] = value
+        values = normalise(torch.tensor(rewards), torch.tensor(members), **options)
+    for (row, i), value in zip(places, values.tolist(), strict=True):
+        row[i] = value
     return result
 
 
@@ -83,11 +87,11 @@ def to_batch(
     `everything`: all conversations are rows, also those of rollouts that failed, and nothing is masked.
     """
     rows: list[tuple[Turn, ...]] = []
-    values: list[tuple[float, Array | None]] = []  # the advantage of each row, and those of its tokens
+    values: list[float] = []  # the advantage of each row
+    of_tokens: list[tuple[int, Array]] = []  # those of its tokens, with the number of the row
     numbers: list[int] = []
     row_groups: list[int] = []
-    unmasked: list[bool] = []
-    in_policy: list[bool] = []
+    masks: list[tuple[bool, bool]] = []  # whether the row counts in the policy loss, and in ECHO's
     number = -1
     for g, (group, row) in enumerate(zip(groups, advantages, strict=True)):
         is_trained = trained is None or trained[g]
@@ -104,17 +108,21 @@ def to_batch(
                     is_masked = mask_truncated and conversation.stop in CUT_OFF
                     if not is_trained and (is_masked or not (echo and _has_results(turns))):
                         continue
+                if conversation.advantages is not None:
+                    of_tokens.append((len(rows), conversation.advantages))
                 rows.append(turns)
-                values.append((advantage, conversation.advantages))
+                values.append(advantage)
                 numbers.append(number)
                 row_groups.append(g)
-                unmasked.append(not is_masked)
-                in_policy.append(is_trained)
-    batch = _concatenated(rows, values)
-    is_unmasked = np.repeat(np.array(unmasked, np.bool_), batch.lengths)
-    batch.policy_mask &= is_unmasked & np.repeat(np.array(in_policy, np.bool_), batch.lengths)
-    batch.echo_mask &= is_unmasked
+                masks.append((is_trained and not is_masked, not is_masked))
+    batch = _concatenated(rows)
     batch.groups, batch.conversations = np.array(row_groups, int), np.array(numbers, int)
+    in_policy, in_echo = np.repeat(np.array(masks, np.bool_).reshape(-1, 2), batch.lengths, axis=0).T
+    batch.policy_mask &= in_policy
+    batch.echo_mask &= in_echo
+    batch.advantages = np.repeat(np.array(values, np.float32), batch.lengths)
+    for place, own in of_tokens:
+        batch.advantages[batch.offsets[place] : batch.offsets[place + 1]] = own
     if with_routing and (routing := routing_column(rows)) is not None:
         batch.sampled["routing"] = routing
     return batch
@@ -124,30 +132,27 @@ def _has_results(turns: Sequence[Turn]) -> bool:
     return any(turn.maker == "environment" and len(turn.token_ids) for turn in turns)
 
 
-def _concatenated(rows: Sequence[tuple[Turn, ...]], advantages: Sequence[tuple[float, Array | None]]) -> Batch:
+def _concatenated(rows: Sequence[tuple[Turn, ...]]) -> Batch:
     """The rows end to end, with masks of all tokens of the model and of all tool results.
 
     Most turns are so short that a call of numpy for each would take longer than its work: all are concatenated at once.
     """
-    turns = [turn for row in rows for turn in row]
-    ids = [turn.token_ids for turn in turns]
+    turns = list(chain.from_iterable(rows))
+    ids = list(map(attrgetter("token_ids"), turns))
     sizes = np.array(list(map(len, ids)), int)
-    maker = np.array([turn.maker for turn in turns], np.str_)
+    maker = np.array(list(map(attrgetter("maker"), turns)), np.str_)
     by_model = np.repeat(maker == "model", sizes)
-    ends = np.concatenate([[0], np.cumsum(sizes)])
-    offsets = ends[np.cumsum([0, *map(len, rows)])]
+    first_turns = np.cumsum([0, *map(len, rows)])
     sampled = not_sampled(len(by_model))
     for name, column in sampled.items():
         column[by_model] = np.concatenate([column[:0], *map(attrgetter(name), turns)])
-    pairs = zip(np.diff(offsets).tolist(), advantages, strict=True)
-    of_rows = [np.full(length, value, np.float32) if own is None else own for length, (value, own) in pairs]
     return Batch(
         token_ids=np.concatenate([np.zeros(0, np.int32), *ids]),
         policy_mask=by_model,
         echo_mask=np.repeat(maker == "environment", sizes),
-        advantages=np.concatenate([np.zeros(0, np.float32), *of_rows], dtype=np.float32),
+        advantages=np.zeros(len(by_model), np.float32),
         sampled=sampled,
-        offsets=offsets,
+        offsets=np.concatenate([[0], np.cumsum(sizes)])[first_turns],
         groups=np.zeros(len(rows), int),
         prompt_lengths=np.array([len(row[0].token_ids) if row else 0 for row in rows], int),
         conversations=np.arange(len(rows)),
@@ -184,8 +189,7 @@ def trainable_batch(
     groups: Sequence[Group], advantages: Sequence[Sequence[float]], train: TrainSection, *, echo: bool = False
 ) -> Batch:
     """The batch of the groups that are trained on: those with signal, unless `filter_equal_groups` is off."""
-    pairs = zip(groups, advantages, strict=True)
-    trained = [has_signal(group, row) or not train.filter_equal_groups for group, row in pairs]
+    trained = list(map(has_signal, groups, advantages)) if train.filter_equal_groups else None
     options = {"mask_truncated": train.mask_truncated, "echo": echo, "with_routing": train.expert_routing != "own"}
     return to_batch(groups, advantages, trained=trained, **options)
 
@@ -200,26 +204,30 @@ def rollout_metrics(
     groups: Sequence[Group], advantages: Sequence[Sequence[float]], policy_version: int
 ) -> dict[str, float]:
     """Rewards, pass rates, lengths, tools, failures and advantages of one step's groups."""
-    out = rollout_stats([r for group in groups for r in group.rollouts])
+    every: list[Rollout] = []
     good: list[Rollout] = []
     flat: list[float] = []  # advantages; of those that came along token by token, the mean of the model's own tokens
     verdicts: list[list[bool]] = []  # of the groups in which rollouts are judged
+    reinforced: list[Rollout] = []  # those with tools and a positive advantage
     with_signal = 0
     for group, row in zip(groups, advantages, strict=True):
+        every += group.rollouts
         with_signal += has_signal(group, row)
         own: list[bool] = []
         for rollout, advantage in zip(group.rollouts, row, strict=True):
             if rollout.error is not None:
                 continue
-            good.append(rollout)
-            if rollout.advantages is None:
-                flat.append(advantage)
-            else:
+            if rollout.advantages is not None:
                 by_model = np.concatenate([np.full(len(t.token_ids), t.maker == "model") for t in rollout.turns])
-                flat.append(float(rollout.advantages[by_model].mean()) if by_model.any() else 0.0)
-            if is_judged(rollout):
-                own.append(rollout.passed)
+                advantage = float(rollout.advantages[by_model].mean()) if by_model.any() else 0.0
+            good.append(rollout)
+            flat.append(advantage)
+            if advantage > 1e-6 and rollout.tool_names:
+                reinforced.append(rollout)
+            if (verdict := rollout.verdict) is not None:
+                own.append(verdict)
         verdicts += [own] if own else []
+    out = rollout_stats(every)
     if not good:
         return out
     oldest = oldest_version(good)
@@ -235,11 +243,13 @@ def rollout_metrics(
     if verdicts:
         out["passed_groups"] = sum(map(all, verdicts)) / len(verdicts)
         out["failed_groups"] = (len(verdicts) - sum(map(any, verdicts))) / len(verdicts)
-    if any(r.tool_names for r in good):  # rollouts with a positive advantage, and those in which no tool call succeeded
-        reinforced = [r for r, advantage in zip(good, flat, strict=True) if advantage > 1e-6 and r.tool_names]
+    if out["tools_offered"]:
         out["reinforced_rollouts"] = float(len(reinforced))
         out["reinforced_without_tools"] = float(len(reinforced) - sum(map(called_successfully, reinforced)))
-    for name in dict.fromkeys(name for g in groups for name in g.metrics):
-        values = [g.metrics[name] for g in groups if name in g.metrics]
+    logged: dict[str, list[float]] = {}
+    for group in groups:
+        for name, value in group.metrics.items():
+            logged.setdefault(name, []).append(value)
+    for name, values in logged.items():
         out[name] = sum(values) if is_total(name) else statistics.fmean(values)
     return out

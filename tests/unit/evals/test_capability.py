@@ -10,7 +10,7 @@ import pytest
 
 from palestra.core.types import Message, Rollout, Score, ToolCall, ToolResult, Turn
 from palestra.evals.report import Capability, by_problem, pass_at_k
-from palestra.evals.rollout_stats import call_problem, has_unread_call, has_unrun_call, rollout_stats
+from palestra.evals.rollout_stats import call_problem, has_unread_call, numbers_of, rollout_stats
 
 TOOLS = ("stock", "calculate")
 
@@ -103,6 +103,7 @@ def test_a_call_that_the_attempt_ended_before_is_not_run() -> None:
     asked = Message("assistant", "", (ToolCall("c", "stock"),))
     unrun = attempt(stop="tool_limit")
     unrun = Rollout("p", unrun.turns, (Message("user", "?"), asked), "tool_limit", tool_names=TOOLS)
-    assert has_unrun_call(unrun)
+    assert numbers_of(unrun)["unrun_call_rate"]
     example = (Message("user", "?"), asked, Message("tool", "3"), Message("user", "?"), Message("assistant", "3"))
-    assert not has_unrun_call(Rollout("p", unrun.turns, example, "answered", tool_names=TOOLS)), "of the prompt"
+    of_prompt = Rollout("p", unrun.turns, example, "answered", tool_names=TOOLS)
+    assert not numbers_of(of_prompt)["unrun_call_rate"]
