@@ -11,10 +11,13 @@ from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from palestra.algo.step_loss import next_entropy_coefficient
 from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, PalestraError, StateError, StorageError, TrainingError, text_of
@@ -192,8 +195,7 @@ class Training:
         with deferred_interrupts():
             # Before a step changes the weights, take a snapshot if their smoothed reward is the best so far.
             if self.snapshots is not None and not self.config.eval.every and self.demonstrations is None:
-                rewards = [r.reward for group in rollouts.groups for r in group.rollouts if r.error is None]
-                reward = state.safety.new_best(state.step, sum(rewards) / len(rewards))
+                reward = state.safety.new_best(state.step, rollouts.groups)
                 if reward is not None:
                     self._snapshot(reward)
             return self.learn(rollouts, times)
@@ -207,9 +209,9 @@ class Training:
         distilled = self.teacher.rows(groups, advantages, config) if taught else None
         coefficients, scale = self._coefficients(groups, advantages, distilled)
         batch = trainable_batch(groups, advantages, config.train, echo=coefficients.echo > 0)
-        if config.distill_only:
+        if taught and config.distill_only:
             batch = batch.part(0, 0)
-        version = state.policy_version
+        version, entropy = state.policy_version, coefficients.entropy
         every, tokens_every = config.track.rollouts_every, config.track.tokens_every
         is_recorded = every and tokens_every and not (state.step + 1) % every and not (state.step + 1) % tokens_every
         record = learning.TokenRecord(batch) if is_recorded else None
@@ -226,8 +228,10 @@ class Training:
                 custom = self.objective.loss if self.demonstrations is None else None
                 learn = partial(learning.update, self.learner, batch, config, coefficients, version, record, own)
                 learned = self._compute(partial(learn, distill=distilled, custom_loss=custom))
-            if config.train.target_entropy is not None:
-                learned["entropy_coefficient"] = coefficients.entropy
+            if (target := config.train.target_entropy) is not None:
+                learned["entropy_coefficient"] = entropy
+                if "entropy" in learned:
+                    entropy = next_entropy_coefficient(entropy, learned["entropy"], target)
             version += 1
             with phases("publishing"):
                 self.policy.update(self.learner.weights(version))
@@ -238,7 +242,7 @@ class Training:
             step=state.step + 1,
             source=self.source.state(),
             policy_version=version,
-            entropy_coefficient=learning.next_entropy(coefficients.entropy, metrics, config.train),
+            entropy_coefficient=entropy,
             signal_rate=rollouts.signal_rate,
             sampled_tokens=state.sampled_tokens + int(metrics.get("sampled_tokens", 0)),
             cases=state.cases if self.rates is None else self.rates.to_dict(),
@@ -256,7 +260,8 @@ class Training:
                 self.tracker.tokens(after.step, partial(record.table, groups, advantages))
         spent = Counter(times)  # with groups ahead, the engine decodes while this step samples and while it learns
         spent.update(phases.take())
-        metrics |= {f"{name}_seconds": seconds for name, seconds in spent.items()}
+        for name, seconds in spent.items():
+            metrics[f"{name}_seconds"] = seconds
         self.tracker.metrics(after.step, metrics)
         self.state = after
         return metrics
@@ -275,7 +280,7 @@ class Training:
             signal = solved = 0
             for i, (group, row) in enumerate(zip(groups, advantages, strict=True)):
                 signal += i in taught or has_signal(group, row)
-                solved += all([r.passed for r in group.rollouts])
+                solved += all(map(attrgetter("passed"), group.rollouts))
             # outside of a run, the caller chooses the groups of a step
             problems = len(groups) if self.total_steps is None else train.problems_per_step
             scale = learning.update_scale(signal, solved, problems, train.full_update_share)
@@ -298,7 +303,8 @@ class Training:
             metrics |= rollout_metrics(rollouts.groups, rollouts.advantages, self.state.policy_version)
             every = self.config.track.rollouts_every
             if every and step % every == 0:  # examples refer to rollouts on disk
-                self.examples |= find_examples([r for group in rollouts.groups for r in group.rollouts], "train", step)
+                every_rollout = chain.from_iterable(map(attrgetter("rollouts"), rollouts.groups))
+                self.examples |= find_examples(every_rollout, "train", step)
             if self.rates is not None:
                 metrics |= self.rates.metrics(self.config.rollout.group_size)
             if rollouts.dropped:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from palestra.core.types import Group
 from palestra.learner.local import LocalLearner
 
 WINDOW = 4  # steps whose metrics are averaged
@@ -70,11 +71,6 @@ class Health:
         best = level if level and (self.best is None or level.reward > self.best.reward) else self.best
         return Health(first, last, best)
 
-    def smoothed(self, reward: float) -> float | None:
-        """The mean reward of the newest steps and one with this reward; None while there are too few."""
-        rewards = [*(row["reward_mean"] for row in self.last[-(WINDOW - 1) :]), reward]
-        return sum(rewards) / WINDOW if len(rewards) == WINDOW else None
-
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Health:
         best = record["best"]
@@ -96,12 +92,17 @@ class SafetyState:
     rate_factor: float = 1.0  # of the learning rate
     events: tuple[str, ...] = ()  # one sentence for each rollback
 
-    def new_best(self, step: int, reward: float) -> float | None:
-        """The smoothed reward at this step, if it is the best so far and the last snapshot is some steps old."""
-        if self.best_step and step - self.best_step < SNAPSHOT_EVERY:
+    def new_best(self, step: int, groups: Sequence[Group]) -> float | None:
+        """The mean reward of the newest steps and of these groups, if it is the best so far.
+
+        None while there are too few steps, or if the last snapshot is too new.
+        """
+        newest = self.health.last[-(WINDOW - 1) :]
+        if len(newest) < WINDOW - 1 or (self.best_step and step - self.best_step < SNAPSHOT_EVERY):
             return None
-        smoothed = self.health.smoothed(reward)
-        return smoothed if smoothed is not None and smoothed > self.best_reward else None
+        rewards = [r.reward for group in groups for r in group.rollouts if r.error is None]
+        smoothed = sum([*(row["reward_mean"] for row in newest), sum(rewards) / len(rewards)]) / WINDOW
+        return smoothed if smoothed > self.best_reward else None
 
     def rolled_back(self, step: int, reason: str, most: int, has_best: bool) -> tuple[str | None, SafetyState]:
         """The reason to end the run, if `most` rollbacks were made before, and the state after going back.

@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from palestra.algo.batch import Batch
 from palestra.algo.losses import LossFunction, Objective
-from palestra.algo.step_loss import StepLoss, coefficient_at, next_entropy_coefficient
+from palestra.algo.step_loss import StepLoss, coefficient_at
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import FULL_LEARNING_RATE, TrainSection
 from palestra.core.errors import InputError, SettingError, UserCodeError
@@ -27,8 +29,7 @@ from palestra.train.batch import to_batch
 BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
 SUMS = ("loss", "tokens_computed")
 SAMPLER_METRICS = ("kl_sampler", "sampler_gap_mean", "sampler_gap_max")
-
-
+_POLICY_TOKENS = attrgetter("policy_tokens")
 MIN_STEPS = 40  # of a run whose length is not given
 
 
@@ -66,7 +67,7 @@ def update(
         group = batch.groups[batch.row_of(bad[0])]
         raise UserCodeError(f"group {group}: an advantage is not finite; look for a measure that returns NaN")
     parts = batch.minibatches(train.minibatches) if batch.rows else []
-    first_rows = np.cumsum([0, *(part.rows for part in parts)])
+    first_rows = np.cumsum([0, *map(attrgetter("rows"), parts)])
     losses = step_losses(parts, config, coefficients, custom_loss)
     if train.beta > 0:
         for part in parts:
@@ -103,7 +104,7 @@ def update(
     computed = metrics.get("tokens_computed", 0.0)
     return metrics | {
         "learning_rate": coefficients.learning_rate,
-        "tokens_trained": float(sum(loss.policy_tokens for loss in losses)),
+        "tokens_trained": float(sum(map(_POLICY_TOKENS, losses))),
         "train_tokens_per_s": computed * train.iterations / seconds,
         "train_seconds": seconds,
     }
@@ -113,17 +114,18 @@ def step_losses(
     batches: Sequence[Batch], config: RunConfig, coefficients: Coefficients, custom_loss: LossFunction | None = None
 ) -> list[StepLoss]:
     """The loss of each optimizer step."""
-    objective = replace(objective_of(config), custom=custom_loss)
-    options: dict[str, Any] = {
-        "max_completion_length": config.rollout.max_new_tokens,
-        "entropy_coefficient": coefficients.entropy,
-        "echo_coefficient": coefficients.echo,
-        "echo_normalization": config.echo.normalization,
-    }
-    losses = [StepLoss.of(batch, objective, **options) for batch in batches]
-    if config.train.loss not in BATCH_TOKEN_LOSSES or not losses:
+    loss_of: Any = partial(
+        StepLoss.of,
+        objective=objective_of(config, custom_loss),
+        max_completion_length=config.rollout.max_new_tokens,
+        entropy_coefficient=coefficients.entropy,
+        echo_coefficient=coefficients.echo,
+        echo_normalization=config.echo.normalization,
+    )
+    losses = list(map(loss_of, batches))
+    if config.train.loss not in BATCH_TOKEN_LOSSES or len(losses) < 2:
         return losses
-    mean = sum(loss.policy_tokens for loss in losses) / len(losses)
+    mean = sum(map(_POLICY_TOKENS, losses)) / len(losses)
     return [replace(loss, tokens_total=mean) for loss in losses]
 
 
@@ -142,9 +144,25 @@ def behaviour_logprobs(learner: Learner, batch: Batch, version: int, *, several:
     return np.where(stale, batch.logprobs, own)
 
 
-def objective_of(config: RunConfig) -> Objective:
-    settings = {f.name: getattr(config.train, f.name) for f in fields(Objective) if f.name != "custom"}
-    return Objective(**settings | {"importance_correction": config.importance_correction})
+def objective_of(config: RunConfig, custom: LossFunction | None = None) -> Objective:
+    """The policy loss of a config, with the user's formula if there is one."""
+    train = config.train
+    return Objective(
+        loss=train.loss,
+        ratio=train.ratio,
+        epsilon=train.epsilon,
+        epsilon_high=train.epsilon_high,
+        delta=train.delta,
+        sapo_temperature_pos=train.sapo_temperature_pos,
+        sapo_temperature_neg=train.sapo_temperature_neg,
+        beta=train.beta,
+        kl_bias_correction=train.kl_bias_correction,
+        importance_correction=config.importance_correction,
+        importance_cap=train.importance_cap,
+        importance_floor=train.importance_floor,
+        off_policy_mask_threshold=train.off_policy_mask_threshold,
+        custom=custom,
+    )
 
 
 def combine(updates: Sequence[dict[str, float]], iterations: int) -> dict[str, float]:
@@ -222,13 +240,6 @@ def coefficients_at(step: int, config: RunConfig, total_steps: int | None, entro
         step_every=config.echo.step_every,
     )
     return Coefficients(learning_rate_at(step, config.train, total_steps), echo, entropy)
-
-
-def next_entropy(coefficient: float, metrics: dict[str, float], train: TrainSection) -> float:
-    """The controller's next coefficient, where a target is set and the step measured the entropy."""
-    if train.target_entropy is None or "entropy" not in metrics:
-        return coefficient
-    return next_entropy_coefficient(coefficient, metrics["entropy"], train.target_entropy)
 
 
 def learning_rate_at(step: int, train: TrainSection, total_steps: int | None) -> float:

@@ -309,10 +309,8 @@ def keys_read(paths: Iterator[Path]) -> set[str]:
 
 @pytest.mark.extras
 def test_every_setting_of_a_run_is_read_by_some_code() -> None:
-    # train.update.objective_of copies the fields of Objective by their names; the next test follows them.
-    # train.limits.attempt_limits does the same for the limits of attempts, which rollout/agent_loop.py reads.
-    copied = {f"train.{field.name}" for field in fields(Objective)}
-    copied |= {f"rollout.{field.name}" for field in fields(AttemptLimits)}
+    # train.limits.attempt_limits copies the limits of attempts by their names; rollout/agent_loop.py reads them.
+    copied = {f"rollout.{field.name}" for field in fields(AttemptLimits)}
     unread = set(RunConfig.keys()) - keys_read(SOURCE.rglob("*.py")) - copied
     assert not unread, f"no code reads {sorted(unread)}: let them act, refuse them by name, or remove them"
 

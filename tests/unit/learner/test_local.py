@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from palestra.algo.batch import Batch
+from palestra.algo.step_loss import next_entropy_coefficient
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError, UnreadableFileError
 from palestra.core.types import Sample
@@ -22,7 +23,7 @@ from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
 from palestra.learner.micro_batches import MicroBatchLimit
 from palestra.learner.shapes import Lengths, Shapes
-from palestra.train.update import coefficients_at, learning_rate_at, next_entropy, update
+from palestra.train.update import coefficients_at, learning_rate_at, update
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:
@@ -45,7 +46,8 @@ class Steps:
         coefficients = coefficients_at(self.steps, self.config, self.config.train.max_steps, self.entropy)
         metrics = update(self.learner, Batch.of(samples), self.config, coefficients, self.version)
         self.steps += 1
-        self.entropy = next_entropy(self.entropy, metrics, self.config.train)
+        if (target := self.config.train.target_entropy) is not None:
+            self.entropy = next_entropy_coefficient(self.entropy, metrics["entropy"], target)
         return metrics
 
 
