@@ -6,13 +6,15 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 from palestra.core.errors import InputError
 from palestra.core.text import read_json
 from palestra.core.types import Message, ToolCall, ToolResult
 
+_ID = attrgetter("id")
 _PARSER_ID = re.compile(r"call_\d+")  # of a call that has no id of its own
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names of servers and datasets for it
@@ -111,14 +113,22 @@ def with_unique_ids(messages: Sequence[Message], first: int = 0) -> list[Message
     Ids that a model or a server made are kept, and so are all ids before the message `first`.
     """
     numbered = list(messages[:first])
-    taken = {call.id for message in numbered for call in message.tool_calls}
-    free = (name for number in count() if (name := f"call_{number}") not in taken)
+    taken: set[str] = set()
+    for message in numbered:
+        taken.update(map(_ID, message.tool_calls))
+    number = 0
     new_ids: dict[str | None, str] = {}  # of the last assistant message's calls, by their old ids
     for message in messages[first:]:
         calls, result_of = message.tool_calls, message.tool_call_id
         if calls:
-            new_ids = {call.id: next(free) for call in calls if _PARSER_ID.fullmatch(call.id)}
-            calls = tuple(_with_id(call, new_ids.get(call.id, call.id)) for call in calls)
+            new_ids = {}
+            for call in calls:
+                if _PARSER_ID.fullmatch(call.id):
+                    while (name := f"call_{number}") in taken:
+                        number += 1
+                    new_ids[call.id] = name
+                    number += 1
+            calls = tuple(map(_with_id, calls, repeat(new_ids)))
         else:
             result_of = new_ids.get(result_of, result_of)
         if calls != message.tool_calls or result_of != message.tool_call_id:
@@ -127,8 +137,9 @@ def with_unique_ids(messages: Sequence[Message], first: int = 0) -> list[Message
     return numbered
 
 
-def _with_id(call: ToolCall, call_id: str) -> ToolCall:
-    """The call under another id. `dataclasses.replace` takes three times as long, and every call is numbered."""
+def _with_id(call: ToolCall, new_ids: Mapping[str | None, str]) -> ToolCall:
+    """The call under its new id. `dataclasses.replace` takes three times as long, and every call is numbered."""
+    call_id = new_ids.get(call.id, call.id)
     return call if call.id == call_id else ToolCall(call_id, call.name, call.arguments, call.error, call.format)
 
 
@@ -138,11 +149,13 @@ def number_calls(
     """`with_unique_ids`, and the results with the new ids; not each tool message of an environment has a result."""
     numbered = with_unique_ids(messages, first)
     both = zip(messages[first:], numbered[first:], strict=True)
-    ids = iter([(old.tool_call_id, new.tool_call_id) for old, new in both if new.role == "tool"])
     renamed = []
     for r in results:
-        call_id = next((new for old, new in ids if old == r.call.id), None)
-        call = _with_id(r.call, call_id or r.call.id)
+        call = r.call
+        for old, new in both:
+            if new.role == "tool" and old.tool_call_id == call.id:
+                call = _with_id(call, {call.id: new.tool_call_id or call.id})
+                break
         renamed.append(r if call is r.call else ToolResult(call, r.content, r.ok, r.seconds, r.raised))
     return numbered, renamed
 

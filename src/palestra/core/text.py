@@ -25,7 +25,7 @@ def encodable(value: Any, depth: int = MAX_JSON_DEPTH) -> Any:
     if isinstance(value, dict) and depth:
         return {encodable(key): encodable(item, depth - 1) for key, item in value.items()}
     if type(value) in (list, tuple) and depth:
-        return type(value)(encodable(item, depth - 1) for item in value)
+        return type(value)(map(encodable, value, itertools.repeat(depth - 1)))
     return value
 
 
@@ -62,7 +62,9 @@ def read_json(text: str) -> Any:
 def is_shallow(value: Any, depth: int = MAX_JSON_DEPTH) -> bool:
     """Check that a JSON value is nested at most `depth` levels deep."""
     children = list(value.values()) if isinstance(value, dict) else value
-    return not isinstance(children, list | tuple) or (depth > 0 and all(is_shallow(c, depth - 1) for c in children))
+    if not isinstance(children, list | tuple):
+        return True
+    return depth > 0 and all(map(is_shallow, children, itertools.repeat(depth - 1)))
 
 
 # all but tab and newline; also those that reverse the direction of writing, and lone surrogates
