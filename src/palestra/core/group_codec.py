@@ -16,7 +16,8 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from functools import cache
+from functools import cache, partial
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any
 
@@ -87,7 +88,7 @@ def rollout_to_dict(rollout: Rollout, *, exact: bool = False, with_routing: bool
     """
     record = {"problem_id": rollout.problem_id, **outcome_fields(exact, with_routing).to_dict(rollout)}
     record["messages"] = list(map(_message_fields, rollout.messages))
-    record["turns"] = [_turn_to_dict(turn, exact, with_routing) for turn in rollout.turns]
+    record["turns"] = list(map(_turn_to_dict, rollout.turns, repeat(exact), repeat(with_routing)))
     if exact and rollout.advantages is not None:
         record["advantages"] = rollout.advantages.tolist()
     return record
@@ -100,17 +101,13 @@ def outcome_fields(exact: bool, with_routing: bool = False) -> _Fields:
         Rollout,
         *("reward", "passed", "stop", "error", "scores", "tool_names", "tool_results", "seconds", "tool_seconds"),
         by_hand=("problem_id", "messages", "turns", "advantages"),
-        scores=lambda scores: {name: _SCORE.to_dict(score) for name, score in scores.items()},
+        scores=lambda scores: dict(zip(scores, map(_SCORE.to_dict, scores.values()), strict=True)),
         tool_results=lambda results: list(map(_result_to_dict, results)),
-        seconds=_rounded,
-        tool_seconds=_rounded,
+        seconds=partial(round, ndigits=4),
+        tool_seconds=partial(round, ndigits=4),
         readers=_READ,
         lineages=lambda lineages: [_lineage_to_dict(lineage, exact, with_routing) for lineage in lineages],
     )
-
-
-def _rounded(seconds: float) -> float:
-    return round(seconds, 4)
 
 
 def rollout_from_dict(record: Mapping[str, Any], **parts: Any) -> Rollout:
@@ -140,7 +137,7 @@ _LINE_COLUMNS = [column for column in COLUMNS if column.decimals is not None]
 _EXACT_COLUMNS = [column for column in COLUMNS if column.decimals is None]
 
 
-def _turn_to_dict(turn: Turn, exact: bool, with_routing: bool = False) -> dict[str, Any]:
+def _turn_to_dict(turn: Turn, exact: bool, with_routing: bool) -> dict[str, Any]:
     record: dict[str, Any] = {"maker": turn.maker, "token_ids": turn.token_ids.tolist()}
     if turn.maker == "model":
         for column in _LINE_COLUMNS:
@@ -181,10 +178,14 @@ def _turn_from_dict(record: Mapping[str, Any]) -> Turn:
 
 
 def _lineage_to_dict(lineage: Lineage, exact: bool, with_routing: bool = False) -> dict[str, Any]:
-    turns = [_turn_to_dict(turn, exact, with_routing) for turn in lineage.turns]
-    messages = [_message_fields(message) for message in lineage.messages]
     record = _LINEAGE.to_dict(lineage)
-    return {"stop": record.pop("stop"), "turns": turns, "messages": messages, **record}
+    turns = list(map(_turn_to_dict, lineage.turns, repeat(exact), repeat(with_routing)))
+    return {
+        "stop": record.pop("stop"),
+        "turns": turns,
+        "messages": list(map(_message_fields, lineage.messages)),
+        **record,
+    }
 
 
 def _lineage_from_dict(record: Mapping[str, Any]) -> Lineage:

@@ -34,6 +34,7 @@ STATE = "state.json"  # of a checkpoint: where the loop stands
 RunKind = Literal["agent", "function", "program", "wire", "prompts", "endpoint", "other"]
 MAX_STEP = 2**53
 _step_name = "step-{:06d}".format
+TOKENS_NAME = "step-{:06d}.npy"  # in RunFolder.tokens
 MAX_CONFIG_BYTES = 1 << 20
 EvalName = Literal["before", "after"] | int  # an int is the step after which the evaluation ran
 
@@ -122,7 +123,7 @@ class RunFolder:
     mlflow_artifacts = PathBelow("mlflow_artifacts")
 
     def tokens_file(self, step: int) -> Path:
-        return self.tokens / f"{_step_name(step)}.npy"
+        return self.tokens / TOKENS_NAME.format(step)
 
     def tokens_files(self) -> dict[int, Path]:
         """The token files on disk, by step."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -32,13 +33,14 @@ MAX_REASON_CHARS = 20_000  # of a score
 
 
 _set = object.__setattr__  # the dataclasses are frozen
+_VERSIONS = attrgetter("versions")
 
 
 def _make_encodable(self: Any, *names: str) -> None:
     for name in names:
         value = getattr(self, name)
         if value and not (type(value) is str and value.isascii()):
-            object.__setattr__(self, name, encodable(value))  # the dataclass is frozen
+            _set(self, name, encodable(value))
 
 
 def _set_array(self: Any, name: str, kind: Any, count: int) -> None:
@@ -54,7 +56,7 @@ def _set_array(self: Any, name: str, kind: Any, count: int) -> None:
     if array.flags.writeable:
         array = array.view()
         array.setflags(write=False)
-    object.__setattr__(self, name, array)
+    _set(self, name, array)
 
 
 class _EqualByArrays:
@@ -257,7 +259,8 @@ class Score:
     turns: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", shorten(as_text(self.reason), MAX_REASON_CHARS))
+        if type(self.reason) is not str or not self.reason.isascii() or len(self.reason) > MAX_REASON_CHARS:
+            _set(self, "reason", shorten(as_text(self.reason), MAX_REASON_CHARS))
 
     @property
     def decides(self) -> bool:
@@ -322,7 +325,7 @@ class Rollout:
     def __post_init__(self) -> None:
         _make_encodable(self, "problem_id", "error", "tool_names", "info", "states")
         if not all(map(str.isascii, self.scores)):
-            object.__setattr__(self, "scores", {encodable(name): score for name, score in self.scores.items()})
+            _set(self, "scores", {encodable(name): score for name, score in self.scores.items()})
 
     def __repr__(self) -> str:  # short: asyncio.Runner makes one of whatever its task returns
         size = f"{len(self.turns)} turns, {self.sampled_tokens} sampled tokens"
@@ -349,7 +352,11 @@ class Rollout:
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(len(t.token_ids) for t in self.all_turns if t.maker == "model")
+        count = 0
+        for turn in self.all_turns:
+            if turn.maker == "model":
+                count += len(turn.token_ids)
+        return count
 
     @property
     def model_turns(self) -> tuple[Turn, ...]:
@@ -384,8 +391,10 @@ def without_routing(rollout: Rollout) -> Rollout:
 
 def oldest_version(rollouts: Iterable[Rollout]) -> int | None:
     """Of the policies that sampled them; None where none did."""
-    versions = [turn.versions for rollout in rollouts for turn in rollout.all_turns if len(turn.versions)]
-    return int(np.concatenate(versions).min()) if versions else None
+    versions: list[Array] = []
+    for rollout in rollouts:
+        versions += map(_VERSIONS, rollout.all_turns)  # those of other makers are empty
+    return int(np.concatenate(versions).min()) if any(map(len, versions)) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from palestra.core.errors import MissingPackageError, PalestraError, ServiceErro
 from palestra.core.files import append_jsonl, filter_jsonl, replacing, write_text
 from palestra.core.group_codec import rollout_to_dict
 from palestra.core.messages import prompt_length, show_call
-from palestra.core.run_folder import RunFolder
+from palestra.core.run_folder import TOKENS_NAME, RunFolder
 from palestra.core.text import visible
 from palestra.core.types import Array, Group, Rollout
 
@@ -66,7 +66,7 @@ class JsonlTracker(Tracker):
         rollouts_every: int = 1,
         services: Sequence[Tracker] = (),
     ) -> None:
-        self._folder = folder
+        self._metrics_file, self._rollouts_file, self._tokens = folder.metrics_file, folder.rollouts_file, folder.tokens
         self._rollouts_every = rollouts_every
         self._services = services
         self._thread = ThreadPoolExecutor(1, "palestra-records")
@@ -79,7 +79,7 @@ class JsonlTracker(Tracker):
                     path.unlink()
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
-        append_jsonl(self._folder.metrics_file, [{"step": step, **row}])
+        append_jsonl(self._metrics_file, [{"step": step, **row}])
         for service in self._services:
             service.metrics(step, row)
 
@@ -91,7 +91,7 @@ class JsonlTracker(Tracker):
                 for g, group in enumerate(groups)
                 for rollout in group.rollouts
             )
-            self._written.append(self._thread.submit(append_jsonl, self._folder.rollouts_file, rows))
+            self._written.append(self._thread.submit(append_jsonl, self._rollouts_file, rows))
         for service in self._services:
             service.rollouts(step, groups)
 
@@ -99,8 +99,8 @@ class JsonlTracker(Tracker):
         def write() -> None:
             import numpy as np
 
-            path = self._folder.tokens_file(step)
-            path.parent.mkdir(exist_ok=True)
+            path = self._tokens / TOKENS_NAME.format(step)
+            self._tokens.mkdir(exist_ok=True)
             with replacing(path) as partial, partial.open("wb") as file:
                 np.save(file, table(), allow_pickle=False)
 
