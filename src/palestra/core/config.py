@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from functools import lru_cache, reduce
+from functools import cached_property, lru_cache, reduce
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -123,19 +123,19 @@ class _CoreConfig(Section):
             raise ValueError("distill.teacher_url scores tokens at temperature 1; set rollout.temperature to 1")
         return self
 
-    @property
+    @cached_property
     def vllm_mode(self) -> str:
         """vllm.mode; off where that extra is missing."""
         section = getattr(self, "vllm", None)
         return "off" if section is None else str(section.mode)
 
-    @property
+    @cached_property
     def distill_coefficient(self) -> float:
         """distill.coefficient; 0 where that extra is missing."""
         section = getattr(self, "distill", None)
         return 0.0 if section is None else float(section.coefficient)
 
-    @property
+    @cached_property
     def distill_only(self) -> bool:
         """distill.only; false where that extra is missing."""
         section = getattr(self, "distill", None)
@@ -146,7 +146,7 @@ class _CoreConfig(Section):
         """Whether the engine of this process samples."""
         return self.backend == "local" and self.vllm_mode == "off" and self.rollout.policy_url is None
 
-    @property
+    @cached_property
     def importance_correction(self) -> str:
         """train.importance_correction with `auto` resolved."""
         chosen = self.train.importance_correction
