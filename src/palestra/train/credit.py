@@ -61,37 +61,11 @@ class CustomObjective:
 BUILT_IN = CustomObjective()
 
 
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """Groups with the advantage of each rollout, and of its tokens where these differ."""
-
-    groups: Sequence[Group]
-    advantages: Sequence[Sequence[float]]
-
-
-def assign_credit(
-    groups: Sequence[Group],
-    train: TrainSection,
-    weights: Mapping[str, float],
-    function: AdvantageFunction | None = None,
-) -> Credit:
-    """The advantages of groups by the settings, or by a user's function on top of them."""
-    groups = with_role_advantages(groups, train, weights)
-    advantages = group_advantages(groups, train, weights)
-    if train.credit != "rollout":
-        groups = _by_turns(groups, advantages, train, weights)
-    if function is not None:
-        groups = _by_function(groups, advantages, train, weights, function)
-    return Credit(groups, advantages)
-
-
 def with_role_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapping[str, float]) -> list[Group]:
-    """The groups with an advantage for each conversation, where a measure tells the agents of an attempt apart.
+    """The groups with an advantage for each conversation, by the role of its agent.
 
     An agent's baseline is the reward of the same agent in the other attempts.
     """
-    if not any(score.roles for group in groups for r in group.rollouts for score in r.scores.values()):
-        return list(groups)
     values: dict[str, list[list[float]]] = {}
     for role in dict.fromkeys(c.role for group in groups for r in group.rollouts for c in r.conversations):
         as_seen = []  # by this agent: its own scores and rewards
@@ -154,9 +128,10 @@ def states_of(rollout: Rollout) -> list[str | bytes]:
     return list(rollout.states) if len(rollout.states) == len(observed) else observed
 
 
-def _by_turns(
+def with_turn_advantages(
     groups: Sequence[Group], advantages: Sequence[Sequence[float]], train: TrainSection, weights: Mapping[str, float]
 ) -> list[Group]:
+    """The groups with an advantage for each turn of the model, where its source gave none, by `train.credit`."""
     chosen = [
         (g, i)
         for g, group in enumerate(groups)
@@ -193,7 +168,7 @@ def _by_turns(
     return _changed(groups, changed)
 
 
-def _by_function(
+def with_custom_advantages(
     groups: Sequence[Group],
     advantages: Sequence[Sequence[float]],
     train: TrainSection,

@@ -14,12 +14,18 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from palestra.core.config import RunConfig
+from palestra.core.config_sections import TrainSection
 from palestra.core.errors import StateError
-from palestra.core.types import Group, Problem, Rollout, oldest_version
+from palestra.core.types import Group, Problem, oldest_version
 from palestra.evals.case_rates import CaseRates, Choice, retest_size
 from palestra.rollout.collect import GroupCollector, any_good, require_one_good
-from palestra.train.batch import has_signal
-from palestra.train.credit import AdvantageFunction, Credit, assign_credit
+from palestra.train.batch import group_advantages, has_signal
+from palestra.train.credit import (
+    AdvantageFunction,
+    with_custom_advantages,
+    with_role_advantages,
+    with_turn_advantages,
+)
 from palestra.train.watcher import Watcher
 
 DRAWS_UNTIL_ONE_IS_GOOD = 3
@@ -84,9 +90,6 @@ class ProblemSource(GroupSource):
     tried: int = 0  # with rates: problems of the stream that were drawn once; the others are untested
     _in_progress: dict[str, int] = field(default_factory=dict)  # index by id of what was drawn and not yet seen again
 
-    def _show(self, rollout: Rollout) -> None:
-        self.watcher.rollout()
-
     def next(self, count: int, version: int) -> Coroutine[Any, Any, list[Group]]:
         keys = [f"{self.seed}/{self.drawn + i}" for i in range(count)]
         if self.rates is not None:
@@ -97,7 +100,7 @@ class ProblemSource(GroupSource):
             return self._collect_chosen(chosen, keys)
         problems = draw(self.problems, self.drawn, count, self.seed)
         self.drawn += count
-        return self.collector.collect(problems, self.group_size, keys, self._show)
+        return self.collector.collect(problems, self.group_size, keys, self.watcher.rollout)
 
     def _choose(self, count: int) -> list[Choice]:
         assert self.rates is not None
@@ -116,7 +119,7 @@ class ProblemSource(GroupSource):
             places = [i for i, choice in enumerate(chosen) if choice.retests == retests]
             problems = [self.problems[chosen[i].index] for i in places]
             if problems:
-                found = await self.collector.collect(problems, size, [keys[i] for i in places], self._show)
+                found = await self.collector.collect(problems, size, [keys[i] for i in places], self.watcher.rollout)
                 groups |= dict(zip(places, found, strict=True))
         return [groups[i] for i in range(len(chosen))]
 
@@ -166,6 +169,31 @@ class NoMoreGroups(GroupSource):
 
 
 @dataclass(frozen=True, slots=True)
+class Credit:
+    """Groups with the advantage of each rollout, and of its tokens where these differ."""
+
+    groups: Sequence[Group]
+    advantages: Sequence[Sequence[float]]
+
+
+def assign_credit(
+    groups: Sequence[Group],
+    train: TrainSection,
+    weights: Mapping[str, float],
+    function: AdvantageFunction | None = None,
+) -> Credit:
+    """The advantages of groups by the settings, or by a user's function on top of them."""
+    if any(score.roles for group in groups for r in group.rollouts for score in r.scores.values()):
+        groups = with_role_advantages(groups, train, weights)
+    advantages = group_advantages(groups, train, weights)
+    if train.credit != "rollout":
+        groups = with_turn_advantages(groups, advantages, train, weights)
+    if function is not None:
+        groups = with_custom_advantages(groups, advantages, train, weights, function)
+    return Credit(groups, advantages)
+
+
+@dataclass(frozen=True, slots=True)
 class StepRollouts:
     """The groups of one step with their advantages, the number of stale ones dropped, and the time it took.
 
@@ -202,11 +230,11 @@ async def gather(
     groups: list[Group] = []
     fresh: list[Group] = []
     credit = Credit((), ())
-    drawn = dropped = good = 0
+    drawn = dropped = good = usable = 0
     while (good < needed or len(groups) < count) and (
-        drawn < budget or (drawn < DRAWS_UNTIL_ONE_IS_GOOD * count and not any_good(groups))
+        drawn < budget or (drawn < DRAWS_UNTIL_ONE_IS_GOOD * count and groups and not usable)
     ):
-        missing, least = max(0, needed - good), max(1, count - sum(any_good([group]) for group in groups))
+        missing, least = max(0, needed - good), max(1, count - usable)
         most = budget - drawn if source.gives_back and drawn < budget else count
         asked = draw_size(missing, signal_rate, least, most)
         fresh = []
@@ -217,14 +245,16 @@ async def gather(
             else:
                 dropped += 1
         credit = assign_credit(fresh, train, source.reward_weights, function)
-        signals = [has_signal(group, row) for group, row in zip(credit.groups, credit.advantages, strict=True)]
+        signals = list(map(has_signal, credit.groups, credit.advantages))
         used = len(fresh)
         if source.gives_back and asked > least and sum(signals) > missing:
             used = asked = max(least, 1 + [i for i, signal in enumerate(signals) if signal][missing - 1])
             source.give_back(len(fresh) - used)
         drawn += asked
         good += sum(signals[:used])
-        groups += fresh[:used]
+        for group in fresh[:used]:
+            groups.append(group)
+            usable += any_good([group])
         signal_rate = good / max(1, len(groups))
         if not source.refills:
             break
@@ -246,8 +276,11 @@ def draw_size(missing: int, signal_rate: float, least: int, most: int) -> int:
 def draw(problems: Sequence[T], start: int, count: int, seed: int) -> list[T]:
     """Items `start` to `start + count` of an endless stream that is reshuffled each epoch."""
     size = len(problems)
-    orders = {epoch: _order(size, seed, epoch) for epoch in range(start // size, (start + count - 1) // size + 1)}
-    return [problems[orders[i // size][i % size]] for i in range(start, start + count)]
+    items = []
+    for number in range(start, start + count):
+        epoch, place = divmod(number, size)
+        items.append(problems[_order(size, seed, epoch)[place]])
+    return items
 
 
 @lru_cache(maxsize=2)  # every step asks for that of its epoch, the last one of an epoch for two

@@ -30,8 +30,8 @@ from palestra.models.loading import LoadedModel, use_softcaps
 from palestra.policy.build import policy_of
 from palestra.rollout.collect import require_one_good
 from palestra.runs.tracking import Tracker
-from palestra.train.credit import CustomObjective, assign_credit
-from palestra.train.group_source import NoMoreGroups, StepRollouts
+from palestra.train.credit import CustomObjective
+from palestra.train.group_source import NoMoreGroups, StepRollouts, assign_credit
 from palestra.train.loop import Training
 from palestra.train.progress import console_progress
 from palestra.train.prompts import Prompt, PromptTask, Reward, as_input, as_problem, reward_function, stop_token_ids

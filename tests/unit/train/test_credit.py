@@ -13,7 +13,8 @@ from palestra.core.errors import PalestraError, SettingError, UserCodeError
 from palestra.core.types import Group, Lineage, Problem, Rollout, Score, Turn
 from palestra.rollout.rewards import RewardFunctions
 from palestra.train.batch import has_signal, to_batch, trainable_batch
-from palestra.train.credit import CustomObjective, assign_credit, states_of, turn_rewards
+from palestra.train.credit import CustomObjective, states_of, turn_rewards
+from palestra.train.group_source import assign_credit
 
 
 def rollout(values, outcome=0.0, observations=(9, 8), states=(), **fields):
