@@ -34,7 +34,10 @@ class MeasureContext:
     @property
     def final_assistant_message(self) -> Message:
         """The last thing that the assistant said; an empty message when it said nothing."""
-        return next((m for m in reversed(self.messages) if m.role == "assistant"), Message("assistant", ""))
+        for message in reversed(self.messages):
+            if message.role == "assistant":
+                return message
+        return Message("assistant", "")
 
     @property
     def turns(self) -> tuple[Message, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from statistics import fmean, pstdev
@@ -246,7 +246,7 @@ class Example:
         return asdict(self) | {"location": self.location}
 
 
-def find_examples(rollouts: Sequence[Rollout], source: str = "", step: int = 0) -> dict[str, Example]:
+def find_examples(rollouts: Iterable[Rollout], source: str = "", step: int = 0) -> dict[str, Example]:
     """The first rollout with each trait, by the name of the trait."""
     examples: dict[str, Example] = {}
     for index, rollout in enumerate(rollouts):

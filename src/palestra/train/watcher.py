@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from palestra.core.types import Rollout
+
 log = logging.getLogger("palestra")
 
 
@@ -26,7 +28,7 @@ class Watcher:
     def advance(self, done: int, metrics: dict[str, float]) -> None:
         """`done` of the phase's total are finished."""
 
-    def rollout(self) -> None:
+    def rollout(self, rollout: Rollout) -> None:
         """One more attempt of the step in progress has ended."""
 
     def note(self, text: str) -> None: ...
