@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean
 
 from palestra.models.loading import load_model
-from palestra.train.interrupt import sigterm_as_ctrl_c
+from palestra.train.watcher import sigterm_as_ctrl_c
 
 HOME = Path(__file__).parents[1] / "build" / "tinker-cookbook"
 COOKBOOK = "tinker-cookbook==0.5.8"

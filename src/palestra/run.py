@@ -33,8 +33,7 @@ from palestra.envs.discover import load_env
 from palestra.envs.running import RunningEnv
 from palestra.runs.processes import RUN_VARIABLE, descendants, end_all, identify, processes_of_run
 from palestra.runs.request import RunRequest, absolute_name
-from palestra.train.interrupt import sigterm_as_ctrl_c
-from palestra.train.watcher import Watcher
+from palestra.train.watcher import Watcher, sigterm_as_ctrl_c
 
 if TYPE_CHECKING:
     from palestra.train.run import Outcome

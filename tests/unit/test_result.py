@@ -21,8 +21,7 @@ from palestra.models.loading import load_model
 from palestra.policy import build
 from palestra.result import GRPOTrainingResult
 from palestra.runs.index import Index, palestra_home
-from palestra.train.interrupt import Interrupted
-from palestra.train.watcher import Watcher
+from palestra.train.watcher import Interrupted, Watcher
 
 PRICES = {"red lamp": 23, "blue mug": 45, "green chair": 67, "black desk": 89}
 

@@ -35,8 +35,8 @@ from palestra.evals.suite import EvalSuite, hold_out
 from palestra.runs.index import refuse_busy
 from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.request import PALESTRA
-from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.progress import Display, make_display
+from palestra.train.watcher import sigterm_as_ctrl_c
 
 
 class DryRun(Exception):

@@ -21,6 +21,7 @@ MOVED = {
     "palestra.models.gguf": "palestra.extras.gguf",
     "palestra.prompts": "palestra.extras.improve",
     "palestra.train.distill": "palestra.extras.distill.teacher",
+    "palestra.train.interrupt": "palestra.train.watcher",
     "palestra.trl": "palestra.extras.trl.names",
 }
 

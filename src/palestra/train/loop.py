@@ -39,9 +39,8 @@ from palestra.train.credit import BUILT_IN, CustomObjective
 from palestra.train.demonstrations import DemonstrationSource
 from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, StepRollouts, gather
-from palestra.train.interrupt import Interrupted, deferred_interrupts
 from palestra.train.safety_net import Snapshots, collapse_reason
-from palestra.train.watcher import Watcher
+from palestra.train.watcher import Interrupted, Watcher, deferred_interrupts
 
 log = logging.getLogger("palestra")
 NEVER_BEST = float("-inf")

@@ -42,7 +42,6 @@ from palestra.train.credit import CustomObjective
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
 from palestra.train.forecast import STEP_KEYS, Overview, parameter_count
 from palestra.train.group_queue import GroupQueue
-from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.limits import setting_warnings
 from palestra.train.loop import Training
 from palestra.train.safety_net import Snapshots
@@ -50,7 +49,7 @@ from palestra.train.setup import Backend, backend_of, load_for_run
 from palestra.train.stages import Stages, stage_config, stage_names
 from palestra.train.tasks import EnvironmentTask, Parts, Task, require_ranks_support
 from palestra.train.update import total_steps
-from palestra.train.watcher import SilentWatcher, Watcher
+from palestra.train.watcher import SilentWatcher, Watcher, sigterm_as_ctrl_c
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from palestra.train.interrupt import deferred_interrupts, sigterm_as_ctrl_c
+from palestra.train.watcher import deferred_interrupts, sigterm_as_ctrl_c
 
 
 @pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "background job"])

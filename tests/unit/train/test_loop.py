@@ -14,8 +14,8 @@ from palestra.core.types import Group, Problem, Rollout, Score, Turn
 from palestra.train import checkpoint as checkpoint_module
 from palestra.train.checkpoint import read_checkpoint, step_checkpoints, step_folder
 from palestra.train.group_source import GroupSource, StepRollouts, draw
-from palestra.train.interrupt import Interrupted
 from palestra.train.update import learning_rate_at
+from palestra.train.watcher import Interrupted
 
 Play = Callable[[int, str], Sequence[Rollout]]
 ONCE = {"train.refill_limit": 0}

@@ -25,11 +25,10 @@ from palestra.train import forecast as forecast_module
 from palestra.train import run as run_module
 from palestra.train import setup
 from palestra.train.group_source import ProblemSource
-from palestra.train.interrupt import Interrupted
 from palestra.train.limits import setting_warnings
 from palestra.train.run import Run
 from palestra.train.tasks import Parts
-from palestra.train.watcher import Watcher
+from palestra.train.watcher import Interrupted, Watcher
 
 
 @dataclass

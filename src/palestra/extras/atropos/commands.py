@@ -43,9 +43,8 @@ from palestra.rollout.collect import require_one_good
 from palestra.runs.index import refuse_busy
 from palestra.runs.manager import Run, RunManager
 from palestra.runs.request import refuse_secrets
-from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.progress import make_display, task
-from palestra.train.watcher import Watcher
+from palestra.train.watcher import Watcher, sigterm_as_ctrl_c
 
 _PAGE = Path(__file__).with_name("process_page.html")
 
