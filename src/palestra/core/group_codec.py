@@ -142,7 +142,9 @@ def _turn_to_dict(turn: Turn, exact: bool, with_routing: bool) -> dict[str, Any]
     if turn.maker == "model":
         for column in _LINE_COLUMNS:
             array = getattr(turn, column.name)
-            record[column.name] = _without_nan(array if exact else array.astype(np.float64).round(column.decimals))
+            if column.default == () or (array != column.default).any():
+                rounded = array if exact else array.astype(np.float64).round(column.decimals)
+                record[column.name] = _without_nan(rounded)
         record["policy_version"] = min(turn.versions.tolist(), default=0)
         if exact:
             for column in _EXACT_COLUMNS:
