@@ -128,7 +128,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "messages": lambda messages: tuple(map(_message_from_fields, messages)),
     "scores": lambda scores: {name: _SCORE.read(verdict) for name, verdict in scores.items()},
     "tool_results": lambda results: tuple(map(_result_from_dict, results)),
-    "lineages": lambda lineages: tuple(map(_lineage_from_dict, lineages)),
+    "lineages": lambda lineages: tuple(map(_LINEAGE.read, lineages)),
     "advantages": lambda advantages: np.asarray(advantages, np.float32),
 }
 _SCORE: _Fields = _Fields(Score, "value", "passed", "reason", "error")
@@ -188,11 +188,6 @@ def _lineage_to_dict(lineage: Lineage, exact: bool, with_routing: bool = False) 
         "messages": list(map(_message_fields, lineage.messages)),
         **record,
     }
-
-
-def _lineage_from_dict(record: Mapping[str, Any]) -> Lineage:
-    lineage: Lineage = _LINEAGE.read(record)
-    return lineage
 
 
 def _message_from_fields(fields: Mapping[str, Any]) -> Message:

@@ -226,18 +226,8 @@ class SamplingParams:
 
     def for_turn(self, max_new_tokens: int, seed: int) -> SamplingParams:
         """The same with these two. `dataclasses.replace` takes twice as long, and every turn has its own."""
-        return SamplingParams(
-            max_new_tokens,
-            self.temperature,
-            self.top_p,
-            self.top_k,
-            self.min_p,
-            self.repetition_penalty,
-            self.stop_token_ids,
-            self.stop,
-            seed,
-            self.grammar,
-        )
+        shape = (self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty)
+        return SamplingParams(max_new_tokens, *shape, self.stop_token_ids, self.stop, seed, self.grammar)
 
 
 @dataclass(frozen=True, slots=True)

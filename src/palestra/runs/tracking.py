@@ -130,19 +130,20 @@ class GuardedTracker(Tracker):
         self._failures = 0
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
-        if self._failures < MAX_CONSECUTIVE_FAILURES:
-            self._try(lambda: self._service.metrics(step, row))
+        self._try(self._service.metrics, step, row)
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        if self._failures < MAX_CONSECUTIVE_FAILURES:
-            self._try(lambda: self._service.rollouts(step, groups))
+        self._try(self._service.rollouts, step, groups)
 
     def close(self) -> None:
+        self._failures = 0  # closing is always tried
         self._try(self._service.close)
 
-    def _try(self, call: Callable[[], None]) -> None:
+    def _try(self, call: Callable[..., None], *arguments: Any) -> None:
+        if self._failures >= MAX_CONSECUTIVE_FAILURES:
+            return
         try:
-            call()
+            call(*arguments)
             self._failures = 0
         except Exception as error:
             self._failures += 1

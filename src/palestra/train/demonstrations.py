@@ -44,11 +44,7 @@ class _Step:
 
 
 def demonstrations(
-    conversations: Sequence[Conversation],
-    chat: ChatFormat,
-    tools: Schemas = (),
-    *,
-    max_tokens: int | None = None,
+    conversations: Sequence[Conversation], chat: ChatFormat, tools: Schemas = (), *, max_tokens: int | None = None
 ) -> list[Rollout]:
     """One rollout per conversation; those of more than `max_tokens` tokens are skipped, and counted in the log."""
     rollouts: list[Rollout] = []

@@ -16,16 +16,11 @@ from typing import Any, TypeVar
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import StateError
-from palestra.core.types import Group, Problem, oldest_version
+from palestra.core.types import Group, Problem, Rollout, oldest_version
 from palestra.evals.case_rates import CaseRates, Choice, retest_size
 from palestra.rollout.collect import GroupCollector, any_good, require_one_good
 from palestra.train.batch import group_advantages, has_signal
-from palestra.train.credit import (
-    AdvantageFunction,
-    with_custom_advantages,
-    with_role_advantages,
-    with_turn_advantages,
-)
+from palestra.train.credit import AdvantageFunction, with_custom_advantages, with_role_advantages, with_turn_advantages
 from palestra.train.watcher import Watcher
 
 DRAWS_UNTIL_ONE_IS_GOOD = 3
@@ -90,6 +85,9 @@ class ProblemSource(GroupSource):
     tried: int = 0  # with rates: problems of the stream that were drawn once; the others are untested
     _in_progress: dict[str, int] = field(default_factory=dict)  # index by id of what was drawn and not yet seen again
 
+    def _show(self, rollout: Rollout) -> None:
+        self.watcher.rollout()
+
     def next(self, count: int, version: int) -> Coroutine[Any, Any, list[Group]]:
         keys = [f"{self.seed}/{self.drawn + i}" for i in range(count)]
         if self.rates is not None:
@@ -100,7 +98,7 @@ class ProblemSource(GroupSource):
             return self._collect_chosen(chosen, keys)
         problems = draw(self.problems, self.drawn, count, self.seed)
         self.drawn += count
-        return self.collector.collect(problems, self.group_size, keys, self.watcher.rollout)
+        return self.collector.collect(problems, self.group_size, keys, self._show)
 
     def _choose(self, count: int) -> list[Choice]:
         assert self.rates is not None
@@ -119,7 +117,7 @@ class ProblemSource(GroupSource):
             places = [i for i, choice in enumerate(chosen) if choice.retests == retests]
             problems = [self.problems[chosen[i].index] for i in places]
             if problems:
-                found = await self.collector.collect(problems, size, [keys[i] for i in places], self.watcher.rollout)
+                found = await self.collector.collect(problems, size, [keys[i] for i in places], self._show)
                 groups |= dict(zip(places, found, strict=True))
         return [groups[i] for i in range(len(chosen))]
 

@@ -25,7 +25,6 @@ from rich.table import Table
 from rich.text import Text
 
 from palestra.core.text import show_path, show_seconds, show_size, sparkline, visible
-from palestra.core.types import Rollout
 from palestra.evals.run_report.charts import charts, fragment, table, text
 from palestra.train.watcher import Watcher
 
@@ -146,7 +145,7 @@ class Display(Watcher):
     def note(self, text: str) -> None:
         self.console.print(Text(visible(text), style="dim"))
 
-    def rollout(self, rollout: Rollout) -> None:
+    def rollout(self) -> None:
         self._phase.rollouts += 1
 
     def warn(self, text: str) -> None:
@@ -277,8 +276,8 @@ class NotebookDisplay(Display):
         super().advance(done, metrics)
         self._refresh()
 
-    def rollout(self, rollout: Rollout) -> None:
-        super().rollout(rollout)
+    def rollout(self) -> None:
+        super().rollout()
         self._refresh()
 
     def note(self, line: str) -> None:

@@ -226,7 +226,7 @@ class Stages:
             settings=stages.model_copy(update=chosen),
             temperature=config.rollout.temperature,
             note=parts.watcher.note,
-            on_rollout=parts.watcher.rollout,
+            on_rollout=lambda rollout: parts.watcher.rollout(),
         )
 
     def _steps(self, number: int) -> int:

@@ -125,6 +125,8 @@ class StepTrainer:
         self.config = suited_to(settings, model, max_problems=STEP_PROBLEMS)  # a dataset may have few rows
         run_name = self.config.track.run_name or f"step-trainer-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(output_dir) if output_dir is not None else Path(self.config.output_dir) / run_name
+        self.output_dir, self.wandb_enabled = self.folder, "wandb" in self.config.track.report_to
+        self.objective = CustomObjective.of(self.config.train, advantages, loss)
         use_softcaps(model)
         self.model = with_adapter(model, self.config).eval()  # the learner alone switches dropout on
         self.tokenizer = tokenizer
@@ -145,7 +147,7 @@ class StepTrainer:
             self._learner,
             Tracker(),
             total_steps=None,
-            objective=CustomObjective.of(self.config.train, advantages, loss),
+            objective=self.objective,
         )
 
     @classmethod
@@ -164,20 +166,8 @@ class StepTrainer:
         return self.config.value(_ATTRIBUTES[name])
 
     @property
-    def output_dir(self) -> Path:
-        return self.folder
-
-    @property
-    def wandb_enabled(self) -> bool:
-        return "wandb" in self.config.track.report_to
-
-    @property
     def step(self) -> int:
         return self._training.state.step
-
-    @property
-    def objective(self) -> CustomObjective:
-        return self._training.objective
 
     def generate_group_outputs(self, prompt: Prompt, reference_output: Any = None) -> list[Output]:
         """`rollout.group_size` answers to one prompt, scored if there is a reference to compare them with."""

@@ -147,6 +147,7 @@ def behaviour_logprobs(learner: Learner, batch: Batch, version: int, *, several:
 def objective_of(config: RunConfig, custom: LossFunction | None = None) -> Objective:
     """The policy loss of a config, with the user's formula if there is one."""
     train = config.train
+    correction: Any = config.importance_correction
     return Objective(
         loss=train.loss,
         ratio=train.ratio,
@@ -157,7 +158,7 @@ def objective_of(config: RunConfig, custom: LossFunction | None = None) -> Objec
         sapo_temperature_neg=train.sapo_temperature_neg,
         beta=train.beta,
         kl_bias_correction=train.kl_bias_correction,
-        importance_correction=config.importance_correction,
+        importance_correction=correction,
         importance_cap=train.importance_cap,
         importance_floor=train.importance_floor,
         off_policy_mask_threshold=train.off_policy_mask_threshold,

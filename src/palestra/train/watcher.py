@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any
 
 from palestra.core.children import ENDING_SIGNALS
-from palestra.core.types import Rollout
 
 log = logging.getLogger("palestra")
 _SAME_SIGNAL_S = 0.5
@@ -38,7 +37,7 @@ class Watcher:
     def advance(self, done: int, metrics: dict[str, float]) -> None:
         """`done` of the phase's total are finished."""
 
-    def rollout(self, rollout: Rollout) -> None:
+    def rollout(self) -> None:
         """One more attempt of the step in progress has ended."""
 
     def note(self, text: str) -> None: ...

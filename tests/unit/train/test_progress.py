@@ -4,7 +4,7 @@ import io
 import time
 
 import pytest
-from builders import rollout, wait_until
+from builders import wait_until
 from rich.console import Console
 
 from palestra.evals.run_report.charts import fragment
@@ -73,7 +73,7 @@ def test_live_display_shows_the_numbers_and_leaves_a_line_for_each_phase(termina
         display.advance(1, {})
         display.phase("training", 2)
         for _ in range(9):
-            display.rollout(rollout())
+            display.rollout()
         display._live.refresh()
         assert "step 0/2, 9 rollouts of the next" in terminal.text
         display.advance(1, ROW)

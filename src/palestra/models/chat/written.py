@@ -31,12 +31,7 @@ class WrittenReply:
 
 
 def write_reply(
-    chat: ChatFormat,
-    message: Message,
-    tools: Schemas = (),
-    *,
-    after: str = "user",
-    prompt_end: Sequence[int] = (),
+    chat: ChatFormat, message: Message, tools: Schemas = (), *, after: str = "user", prompt_end: Sequence[int] = ()
 ) -> WrittenReply:
     """The turn of an assistant's message behind a message of the role `after`. `prompt_end` are the tokens before it.
 
