@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import count, repeat
 from typing import Any
 
 from palestra.core.types import ToolCall
@@ -131,7 +132,7 @@ def parse_assistant(
     reasoning, spoken = split_reasoning(text, reasoning_is_open, format.opens[0])
     schemas = argument_schemas(tools)
     outside, values = format.find(spoken, schemas)
-    calls = tuple(call_of(value, index, format) for index, value in enumerate(values))
+    calls = tuple(map(call_of, values, count(), repeat(format)))
     if schemas and all(call.error is not None for call in calls) and MAY_HOLD_CALL.search(spoken):
         outside, calls = _find_unexpected(spoken, format, schemas, unexpected) or (outside, calls)
     return Reply(reasoning, outside.strip(), calls)

@@ -58,7 +58,7 @@ MAX_CACHED_CHARS = 4096
 PLAIN = re.compile(r"(?!\s)[\w .,:;+*/=()%!?#@~^'-]+(?<!\s)", re.ASCII)  # the same in every form of a body
 _NOT_SHORT = re.compile(r"[^A-Za-z0-9]")  # Mistral's templates take ids of nine letters and digits alone
 PROMPT_END_TOKENS = 8  # tokens that show whether the prompt opened the reasoning
-_CALLS, _SHAPE = attrgetter("tool_calls"), attrgetter("role", "name", "tool_call_id")  # of a reply
+_TEXT, _CALLS, _SHAPE = attrgetter("text"), attrgetter("tool_calls"), attrgetter("role", "name", "tool_call_id")
 _ID_AND_NAME = attrgetter("id", "name")  # of a call
 _SYSTEM, _QUESTION, _ANSWER, _LAST = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER", "PALESTRALAST"
 
@@ -207,7 +207,7 @@ class ChatFormat:
             last_token = None
         make = partial(self._continuation, replies, variables or {}, after_stop_token, last_token)
         unusual = variables or not after_stop_token or last_token is not None or any(map(_CALLS, replies))
-        if unusual or sum(len(r.text) for r in replies) > MAX_CACHED_CHARS:
+        if unusual or sum(map(len, map(_TEXT, replies))) > MAX_CACHED_CHARS:
             return make()
         return cached(self._continuations, tuple(replies), make)  # siblings often get the same replies
 
@@ -227,7 +227,7 @@ class ChatFormat:
         stop, scaffold = write() if has_more else cached(self._scaffolds, key, write)
         if last_token is not None and self._special.get(stop) in self._begins_next - {last_token}:
             after_stop_token = False
-        bodies = [reply.text for reply in replies]
+        bodies = list(map(_TEXT, replies))
         is_plain = len(bodies) == 1 and PLAIN.fullmatch(bodies[0]) and not self.pieces.has_special(bodies[0])
         if is_plain and after_stop_token:
             make = partial(ReplyTemplate, self._segments, stop + scaffold[0], scaffold[1], without_first=bool(stop))
