@@ -4,8 +4,6 @@ python scripts/results.py train calculator --seed 0      one training; a few min
 python scripts/results.py train calculator --small       the same recipe at a small scale, for a CPU
 python scripts/results.py train planner --model FILE.gguf --seed 0     the weights of the 1.5B model (docs/results)
 python scripts/results.py compare directory rft --seed 0   one method with a limit of sampled tokens, on a CPU
-python scripts/results.py improve planner --model FILE.gguf --seed 0   the prompt by reflection, and GRPO with as many
-                                                         sampled tokens
 python scripts/results.py page                           the page, its charts and the README's tables, from the files
 
 `train` leaves the whole run in runs/RECIPE-SEED, and what the page needs in docs/results/data (not with --small).
@@ -25,7 +23,6 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "docs" / "results" / "data"
 COMPARISONS = DATA / "compare"
-IMPROVED = DATA / "improve"
 SMOLLM2 = "SmolLM2-135M-Instruct"
 QWEN = "Qwen2.5-Coder-1.5B-Instruct"
 
@@ -246,34 +243,6 @@ def compare(task: str, method: str, seed: int, run: str | None) -> None:
     print(f"{task}, {method}, seed {seed}: {rates}, {kept['sampled_tokens']:,.0f} tokens, {kept['seconds']:.0f} s")
 
 
-def improve(name: str, seed: int, small: bool, model: str | None, more: list[str]) -> None:
-    """`palestra improve` with the model as its own reflector, then GRPO alone with as many sampled tokens."""
-    recipe, label = RECIPES[name], "small" if small else str(seed)
-    if not recipe.task.endswith(".py"):
-        raise SystemExit(f"{name} is an environment; improve takes agent files, such as planner")
-    own = {"model.name": model} if model else {}
-    folder = Path("runs") / f"improve-{name}-{label}"
-    size = {"budget": 40, "pareto-cases": 6} if small else {"budget": 300, "pareto-cases": 24, "minibatch": 6}
-    settings = recipe.settings | own | ({"eval.cases": 8} if small else {})
-    command = [sys.executable, "-m", "palestra", "improve", str(ROOT / recipe.task), "--seed", str(seed)]
-    options = {"out": folder, **size, **{key: value for key, value in settings.items() if not key.startswith("env.")}}
-    subprocess.run([*command, *(f"--{key}={value}" for key, value in options.items()), *more], check=True)
-    found = json.loads((folder / "report.json").read_text())
-    tokens = found["sampled_tokens"] + found["reflections"]["completion_tokens"]
-    # small steps that are not filled up: they end close to the limit
-    limit = {"train.max_sampled_tokens": tokens, "train.problems_per_step": 4, "rollout.group_size": 8}
-    limit |= {"train.refill_limit": 0}
-    report = run_training(
-        [str(ROOT / recipe.task)], Path("runs") / f"improve-{name}-grpo-{label}", seed, settings | limit, more
-    )
-    rates = {"before": found["before"], "improved": found["after"], "grpo": report["after"]["pass_rate"]}
-    print(f"{name}, seed {seed}, {tokens:,} tokens: " + ", ".join(f"{k} {v['rate']:.1%}" for k, v in rates.items()))
-    if not small:
-        IMPROVED.mkdir(parents=True, exist_ok=True)
-        kept = rates | {"seed": seed, "tokens": tokens, "improve": found}
-        (IMPROVED / f"{name}-{seed}.json").write_text(json.dumps(kept, indent=1) + "\n")
-
-
 def run_training(
     target: list[str], folder: Path, seed: int, settings: Mapping[str, Any], more: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -301,19 +270,12 @@ def main() -> None:
     method.add_argument("method", choices=METHODS)
     method.add_argument("--seed", type=int, default=0)
     method.add_argument("--run", help="the folder of a finished run, for sft and distillation")
-    texts = commands.add_parser("improve", help="evolve a recipe's prompt, and train with as many sampled tokens")
-    texts.add_argument("recipe", choices=RECIPES)
-    texts.add_argument("--seed", type=int, default=0)
-    texts.add_argument("--small", action="store_true", help="a small budget, for a CPU")
-    texts.add_argument("--model", help="folder or .gguf file of the recipe's model")
     commands.add_parser("page", help="write docs/results and the README's table from the files")
     arguments, more = parser.parse_known_args()
     if arguments.command == "train":
         train(arguments.recipe, arguments.seed, arguments.small, arguments.model, more)
     elif arguments.command == "compare":
         compare(arguments.task, arguments.method, arguments.seed, arguments.run)
-    elif arguments.command == "improve":
-        improve(arguments.recipe, arguments.seed, arguments.small, arguments.model, more)
     else:
         from results_page import write_page
 

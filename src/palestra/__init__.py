@@ -23,12 +23,10 @@ if TYPE_CHECKING:
     from palestra.evals.measures import fail_reason, measure, pass_reason, turn_scores
     from palestra.suite import EvalSuite
 
-    improve: object
-
 __all__ = [
     "Agent", "Context", "Env", "EnvConfig", "EvalSuite", "GRPOTrainer", "GRPOTrainingConfig", "GRPOTrainingResult",
     "McpServer", "PalestraError", "Tool", "UserSimulator", "command_agent", "evaluate", "fail_reason", "function_tool",
-    "improve", "judge", "measure", "pass_reason", "ruler", "train_grpo", "train_sft", "turn_scores",
+    "judge", "measure", "pass_reason", "ruler", "train_grpo", "train_sft", "turn_scores",
 ]  # fmt: skip
 _MODULES = {
     "agents.agent": "Agent",
@@ -50,9 +48,7 @@ _HOMES = {name: f"palestra.{module}" for module, names in _MODULES.items() for n
 def __getattr__(name: str) -> object:
     """Load a public name when it is first used: importing palestra itself costs nothing."""
     if name == "improve":
-        from palestra.core.extras import provided
-
-        return provided("improve()")
+        raise AttributeError("palestra.improve was removed; PyPI's gepa evolves texts, scored by palestra.evaluate")
     if name not in _HOMES:
         raise AttributeError(f"module 'palestra' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)

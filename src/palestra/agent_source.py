@@ -14,7 +14,6 @@ from typing import Any
 from palestra.agents.agent import Agent
 from palestra.agents.openai_agents import as_agent
 from palestra.agents.programs import command_agent
-from palestra.agents.texts import read_texts, with_texts
 from palestra.agents.tools.mcp_client import McpServer
 from palestra.core.config import RunConfig
 from palestra.core.errors import (
@@ -125,20 +124,18 @@ class AgentOptions:
     mcp: Sequence[str] = ()
     mcp_shared: Sequence[str] = ()
     instructions: str | None = None
-    improved: str | None = None
     cwd: str = ""
 
     @classmethod
     def take(cls, parameters: dict[str, Any]) -> AgentOptions:
         """Remove the options from a command's parameters."""
-        _refuse_image(parameters.pop("agent_image", None))
+        _refuse_removed(parameters)
         values = {f.name: parameters.pop(f.name) for f in fields(cls) if f.name in parameters}
         options = cls(**values, cwd=str(Path.cwd()))
         held_out = options.held_out
         return replace(
             options,
             cases=options.cases and str(Path(options.cases).absolute()),
-            improved=options.improved and str(Path(options.improved).absolute()),
             held_out=held_out if held_out is None or _is_share(held_out) else str(Path(held_out).absolute()),
             measure=tuple(absolute_spec(spec) for spec in options.measure),
         )
@@ -148,7 +145,7 @@ class AgentOptions:
         """The options of a run that is resumed."""
         try:
             options = {"cwd": str(Path.cwd()), **record} if record else {}
-            _refuse_image(options.pop("agent_image", None))
+            _refuse_removed(options)
             return cls(**options)
         except TypeError:
             raise UnreadableFileError(
@@ -193,10 +190,9 @@ class AgentOptions:
             raise SettingError("--agent-cmd starts agents, --agent-port waits for others; choose one")
         if self.agent_host is not None and not self.is_program:
             raise SettingError("--agent-host goes with --agent-port or --agent-cmd")
-        if self.is_program and (self.mcp or self.mcp_shared or self.instructions is not None or self.improved):
+        if self.is_program and (self.mcp or self.mcp_shared or self.instructions is not None):
             raise SettingError(
-                "--mcp, --instructions and --improved are for our own agent loop; a program has tools and instructions "
-                "of its own"
+                "--mcp and --instructions are for our own agent loop; a program has tools and instructions of its own"
             )
         if self.held_out is not None and self.cases is None:
             raise SettingError("--held-out goes with --cases; an agent file has its own `held_out`")
@@ -245,16 +241,20 @@ class AgentOptions:
         changed: dict[str, Any] = {"mcp_servers": [*agent.mcp_servers, *servers]}
         if self.instructions is not None:
             changed["instructions"] = self.instructions
-        agent = replace(agent, **changed)
-        return agent if self.improved is None else with_texts(agent, read_texts(Path(self.improved)))
+        return replace(agent, **changed)
 
 
-def _refuse_image(image: str | None) -> None:
-    """An option that was removed; stored runs have it as None."""
-    if image is not None:
-        raise SettingError(
-            "--agent-image was removed: start the container by --agent-cmd 'docker run --rm --init -i …'"
-        )
+_REMOVED = {  # options, which stored runs have as None
+    "agent_image": "start the container by --agent-cmd 'docker run --rm --init -i …'",
+    "improved": "put the texts into the agent file",
+}
+
+
+def _refuse_removed(options: dict[str, Any]) -> None:
+    """Take removed options out; SettingError for one that has a value."""
+    for name, instead in _REMOVED.items():
+        if options.pop(name, None) is not None:
+            raise SettingError(f"--{name.replace('_', '-')} was removed: {instead}")
 
 
 def _is_share(text: str) -> bool:

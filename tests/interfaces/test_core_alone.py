@@ -42,7 +42,7 @@ if __name__ == "__main__":
     folder = str(next(Path("runs").iterdir()))
     answers["resume"] = called(f"train --resume {folder} --train.max_steps 2")
     answers["eval"] = called(f"eval --model.name {folder}/model --cases cases.jsonl --measure measure.py:right")
-    for words in ("dashboard", "mcp", "plan", "tinker", "improve", "env serve calculator", "env evaluate calculator",
+    for words in ("dashboard", "mcp", "plan", "tinker", "env serve calculator", "env evaluate calculator",
                   "train --vllm.mode server", "train --backend ray", "train --backend tinker",
                   "eval --model.name palestra/smollm2 --cases cases.jsonl --measure measure.py:right"):
         answers[words] = called(words)
@@ -85,7 +85,6 @@ def test_the_core_trains_resumes_and_evaluates_without_extras(answers, command):
         "mcp": "agent_tools",
         "plan": "plan",
         "tinker": "tinker",
-        "improve": "improve",
         "env serve calculator": "atropos",
         "env evaluate calculator": "environments",
         "train --vllm.mode server": "vllm",

@@ -42,7 +42,6 @@ pytestmark = pytest.mark.extras  # the docs are about all of it
 NOT_RUN = {
     r"(train|eval) .*--(agent-cmd|agent-port|mcp|cases)": "files of the user's; test_agent_programs_command.py",
     r"serve|tinker|mcp|http|trajectory|dashboard|gateway|record": "a server, until Ctrl-C; make test-docs starts it",
-    r"improve": "asks a model, often elsewhere; test_improve_command.py",
     r"sft .*Qwen": "a model of the hub: a download",
     r"env serve|train .*--env-url": "waits for the other end; tests/interfaces/test_env_serve.py",
     r"env run-atropos": "installs atroposlib; make test-foreign",

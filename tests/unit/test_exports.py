@@ -13,7 +13,7 @@ import palestra
 PUBLIC = (
     "Agent Context Env EnvConfig EvalSuite GRPOTrainer GRPOTrainingConfig GRPOTrainingResult McpServer PalestraError "
     "Tool UserSimulator "
-    "command_agent evaluate fail_reason function_tool improve judge measure pass_reason ruler train_grpo train_sft "
+    "command_agent evaluate fail_reason function_tool judge measure pass_reason ruler train_grpo train_sft "
     "turn_scores"
 ).split()
 
@@ -42,7 +42,7 @@ def test_type_checkers_find_each_name_where_it_is_loaded_from():
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     seen = {alias.name: node.module for node in imports for alias in node.names}
-    assert seen.keys() == set(PUBLIC) - {"improve"}  # of an extra, which the core does not import
+    assert seen.keys() == set(PUBLIC)
     for name, module in seen.items():
         assert getattr(import_module(module), name) is getattr(palestra, name)
 

@@ -63,7 +63,7 @@ def agent_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say what to train without an agent file."""
     for option in (
         click.option("--instructions", metavar="TEXT", help="The system message of our own agent loop, with --cases."),
-        click.option("--improved", metavar="FILE", help="Instructions and descriptions that `palestra improve` wrote."),
+        click.option("--improved", hidden=True),  # removed
         click.option("--mcp-shared", multiple=True, metavar="COMMAND", help="One such server for all attempts."),
         click.option("--mcp", multiple=True, metavar="COMMAND", help="An MCP server whose tools the agent gets."),
         click.option("--measure", multiple=True, metavar="FILE:NAME", help="A measure; may be repeated."),

@@ -49,6 +49,7 @@ REMOVED = {  # command -> its replacement
     "version": "run: palestra doctor",
     "bench": "run in a clone of the repository: python benchmarks/sampling.py",
     "judge-check": "run in a clone of the repository: python examples/judge_agreement.py",
+    "improve": "PyPI's gepa evolves instructions and tool descriptions; score them with palestra.evaluate",
     "http": "`palestra mcp --http` has its tools, at /tools/NAME and /mcp, and the dashboard",
 }
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}

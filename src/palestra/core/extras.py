@@ -20,7 +20,6 @@ EXTRAS = {
     "distill": "distillation: learning from a teacher's probabilities along the model's own rollouts",
     "environments": "the library: calculator, sql, shell, reasoning-gym, …",
     "gguf": "GGUF files in and out, Ollama, palestra/smollm2",
-    "improve": "better instructions and tool descriptions by reflection (GEPA)",
     "plan": "time, memory and cost of a training, predicted",
     "ranks": "one training on several GPUs or machines (FSDP2)",
     "ray": "rollout actors on a Ray cluster",
@@ -34,9 +33,6 @@ PIP = {"adapters": "gymnasium,openenv,verifiers", "agent_tools": "mcp", "dashboa
 
 # name -> (group in `palestra --help`, module:attribute below palestra.extras, its line there)
 COMMANDS = {
-    "improve": (
-        "Train and score", "improve.command:command", "Evolve an agent's instructions and tool descriptions.",
-    ),
     "rescore": (
         "Train and score", "rescore.command:command", "Score a run's stored rollouts with changed measures.",
     ),
@@ -95,7 +91,6 @@ PROVIDES = {
     "reasoning-gym": "environments.reasoning_gym:task_names",
     "runs over the wire": "atropos.runs",
     "arguments of TRL": "trl.arguments:read_arguments",
-    "improve()": "improve.improve:improve",
     "the dashboard": "dashboard.app:app_of_runs",
     "venvs of Atropos environments": "atropos.atropos",
     "settings of runs over the wire": "atropos:WIRE_DEFAULTS",

@@ -19,7 +19,6 @@ MOVED = {
     "palestra.envs.adapters": "palestra.extras.adapters",
     "palestra.envs.library": "palestra.extras.environments",
     "palestra.models.gguf": "palestra.extras.gguf",
-    "palestra.prompts": "palestra.extras.improve",
     "palestra.train.distill": "palestra.extras.distill.teacher",
     "palestra.train.interrupt": "palestra.train.watcher",
     "palestra.trl": "palestra.extras.trl.names",
