@@ -1,0 +1,1 @@
+"""`StepTrainer`: GRPO step by step from Python, on any Hugging Face model, without agents and tools."""
