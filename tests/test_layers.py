@@ -57,6 +57,7 @@ MAY_IMPORT = {
     "extras.plan": "core plan runs cli",
     "extras.rescore": "core envs evals rollout agent_source cli train",
     "extras.ranks": "core algo learner rollout",
+    "extras.step_trainer": "core algo envs learner models policy rollout runs train",
     "extras.ray": "core models policy rollout train",
     "extras.record": "core servers cli",
     "extras.tinker": "core algo engine models learner policy runs servers train cli",

@@ -20,6 +20,8 @@ MOVED = {
     "palestra.envs.library": "palestra.extras.environments",
     "palestra.models.gguf": "palestra.extras.gguf",
     "palestra.train.distill": "palestra.extras.distill.teacher",
+    "palestra.train.prompts": "palestra.extras.step_trainer.prompts",
+    "palestra.train.step_trainer": "palestra.extras.step_trainer.trainer",
     "palestra.train.interrupt": "palestra.train.watcher",
     "palestra.trl": "palestra.extras.trl.names",
 }

@@ -5,7 +5,7 @@ import threading
 import time
 
 from palestra.core.types import Message, Problem
-from palestra.train.prompts import PromptEpisode, reward_function
+from palestra.extras.step_trainer.prompts import PromptEpisode, reward_function
 
 
 def test_a_reward_that_blocks_runs_off_the_event_loop_and_one_at_a_time() -> None:

@@ -298,6 +298,6 @@ def test_settings_that_cannot_act_in_the_step_trainer_are_refused_by_name(more, 
 
 
 def test_without_wandb_the_trainer_warns_and_goes_on(make, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("palestra.train.step_trainer.find_spec", lambda name: None)
+    monkeypatch.setattr("palestra.extras.step_trainer.trainer.find_spec", lambda name: None)
     assert make(track={"report_to": ["wandb", "tensorboard"]}).config.track.report_to == ["tensorboard"]
     assert "wandb is not installed" in caplog.text

@@ -25,8 +25,8 @@ from palestra.core.group_codec import rollout_to_dict
 from palestra.core.run_folder import Resume
 from palestra.core.types import Group, Lineage, Rollout, Turn
 from palestra.extras.atropos.task import WireTask
+from palestra.extras.step_trainer.trainer import StepTrainer
 from palestra.train.batch import routing_column, to_batch
-from palestra.train.step_trainer import StepTrainer
 
 TIMED = ("seconds", "per_second", "per_s", "memory")
 

@@ -11,10 +11,10 @@ from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunKind
 from palestra.evals.evidence import TAKES_EFFECT, RunFacts
 from palestra.extras.atropos.task import WireTask
+from palestra.extras.step_trainer.trainer import _resolve
 from palestra.extras.tinker.client.backend import suited
 from palestra.extras.vllm.open import open_policy
 from palestra.sources.programs.task import ProgramTask
-from palestra.train.step_trainer import _resolve
 from palestra.train.tasks import EnvironmentTask, require_ranks_support
 
 VALUES: dict[str, Any] = {

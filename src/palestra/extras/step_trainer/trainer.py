@@ -23,6 +23,15 @@ from palestra.core.ranks import refuse_ranks
 from palestra.core.run_folder import RunFolder
 from palestra.core.time_limit import outside_event_loop
 from palestra.core.types import Group, Problem, Turn
+from palestra.extras.step_trainer.prompts import (
+    Prompt,
+    PromptTask,
+    Reward,
+    as_input,
+    as_problem,
+    reward_function,
+    stop_token_ids,
+)
 from palestra.learner.local import LocalLearner
 from palestra.learner.optimizer import UserOptimizer
 from palestra.models.export.hf import save_hf
@@ -34,7 +43,6 @@ from palestra.train.credit import CustomObjective
 from palestra.train.group_source import NoMoreGroups, StepRollouts, assign_credit
 from palestra.train.loop import Training
 from palestra.train.progress import console_progress
-from palestra.train.prompts import Prompt, PromptTask, Reward, as_input, as_problem, reward_function, stop_token_ids
 from palestra.train.run import Run
 from palestra.train.setup import load_for_run, suited_to, with_adapter
 from palestra.train.tasks import OWN_LOOP
