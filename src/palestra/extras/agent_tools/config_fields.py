@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
@@ -161,7 +162,14 @@ def describe_env(
     if not _DESCRIBED_AT_ONCE.acquire(timeout=_DESCRIBE_WAIT_S):
         raise ResourceError("this server is reading the settings of too many environments; ask again in a minute")
     try:
-        return _ask_env(entry, {**entry.preset, **(settings or {})}, timeout_s, python)
+        package, roots = package_of(entry.file_path)
+        names = {"file": str(entry.file_path), "class_name": entry.class_name, "roots": [str(root) for root in roots]}
+        settings = {**entry.preset, **(settings or {})}
+        with tempfile.TemporaryDirectory() as home, tempfile.TemporaryFile() as stderr:
+            environ = clean_environment() | {"HOME": home}
+            with closing(ChildProcess(python or sys.executable, environ, home, stderr)) as child:
+                answer = child.ask("describe", timeout_s, settings=settings, package=package, **names)
+        return EnvDescription(list(answer["fields"]), dict(answer["run_settings"]))
     except ChildTimeout as error:
         raise UserCodeError(
             f"the config of {entry.name} cannot be read: {error}. If this machine is busy, try again or raise "
@@ -171,17 +179,3 @@ def describe_env(
         raise UserCodeError(f"the config of {entry.name} cannot be read: {error}") from None
     finally:
         _DESCRIBED_AT_ONCE.release()
-
-
-def _ask_env(
-    entry: DiscoveredEnv, settings: Mapping[str, Any], timeout_s: float, python: Path | None
-) -> EnvDescription:
-    with tempfile.TemporaryDirectory() as home, tempfile.TemporaryFile() as stderr:
-        child = ChildProcess(python or sys.executable, clean_environment() | {"HOME": home}, home, stderr)
-        package, roots = package_of(entry.file_path)
-        names = {"file": str(entry.file_path), "class_name": entry.class_name, "roots": [str(root) for root in roots]}
-        try:
-            answer = child.ask("describe", timeout_s, settings=settings, package=package, **names)
-            return EnvDescription(list(answer["fields"]), dict(answer["run_settings"]))
-        finally:
-            child.close()

@@ -19,7 +19,6 @@ from palestra.evals.findings import recorded_findings
 from palestra.extras.agent_tools.answers import Refusal, page, require_page, short
 from palestra.extras.agent_tools.config_fields import TRACKING_NAME, Progress, describe
 from palestra.extras.agent_tools.inference import InferenceTest
-from palestra.extras.agent_tools.session import Session
 from palestra.runs.index import PARTS
 from palestra.runs.manager import Run
 from palestra.runs.tracking import needs_wandb_key
@@ -41,7 +40,7 @@ _STOP_WAIT_S = 60.0
 class Call:
     """One call of a tool: its session, where its progress is reported, and whether it was cancelled."""
 
-    tools: Session
+    tools: Any  # the RlTools of the client, which calls it
     progress: Progress
     cancelled: threading.Event
 
