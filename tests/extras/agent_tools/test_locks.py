@@ -6,8 +6,15 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotAllowedError, NotFoundError, PalestraError
-from palestra.extras.agent_tools.agent_settings import KEYS_OF_ADDRESSES, SETTING_CLASSES, refuse_keys_for_unknown_hosts
-from palestra.extras.agent_tools.locks import Site, load_site, locked_settings, locks_of
+from palestra.extras.agent_tools.locks import (
+    KEYS_OF_ADDRESSES,
+    SETTING_CLASSES,
+    Site,
+    load_site,
+    locked_settings,
+    locks_of,
+    refuse_keys_for_unknown_hosts,
+)
 from palestra.runs.request import RunRequest
 
 # what an agent may edit

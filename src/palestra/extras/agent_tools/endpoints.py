@@ -20,9 +20,8 @@ from urllib.parse import urlsplit
 
 from palestra.core.errors import InputError, NotAllowedError, SettingError
 from palestra.core.http import HttpError, Request
-from palestra.extras.agent_tools.agent_settings import is_hub_name
 from palestra.extras.agent_tools.answers import short
-from palestra.extras.agent_tools.locks import Site
+from palestra.extras.agent_tools.locks import Site, is_hub_name
 
 OPENROUTER = "https://openrouter.ai/api/v1"
 OPENROUTER_MODELS = ("qwen/qwen3-8b", "z-ai/glm-4.7-flash", "minimax/minimax-m2.7")

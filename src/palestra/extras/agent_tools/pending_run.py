@@ -12,7 +12,6 @@ from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import PalestraError, UserCodeError, did_you_mean
 from palestra.core.files import slug
 from palestra.envs.discover import DiscoveredEnv
-from palestra.extras.agent_tools.agent_settings import is_hub_name, refuse_keys_for_unknown_hosts
 from palestra.extras.agent_tools.answers import Refusal, closest, short
 from palestra.extras.agent_tools.config_fields import TRACKING_NAME, ConfigField, EnvDescription, run_fields
 from palestra.extras.agent_tools.locks import (
@@ -22,9 +21,11 @@ from palestra.extras.agent_tools.locks import (
     ServerLocks,
     Site,
     as_setting,
+    is_hub_name,
     lifted_locks,
     locked_settings,
     locks_of,
+    refuse_keys_for_unknown_hosts,
 )
 from palestra.runs.manager import RunRequest
 from palestra.runs.request import LOCAL_ONLY
