@@ -16,10 +16,18 @@ from palestra.core.errors import NotFoundError
 from palestra.core.files import read_from
 from palestra.core.secrets import redact
 from palestra.extras.dashboard.answers import Event, answer, events, number, paged, whole
-from palestra.extras.dashboard.catalog import Catalog, CatalogRun
-from palestra.extras.dashboard.cheating import suspicion
-from palestra.extras.dashboard.evaluations import evaluations
-from palestra.extras.dashboard.summaries import by_step, charts, columns, details, findings, read_rows, summary
+from palestra.extras.dashboard.catalog import (
+    Catalog,
+    CatalogRun,
+    by_step,
+    charts,
+    columns,
+    details,
+    findings,
+    read_rows,
+    summary,
+)
+from palestra.extras.dashboard.evaluations import evaluations, suspicion
 from palestra.runs.reader import tail
 
 _LIST_EVERY_S = 2.0
