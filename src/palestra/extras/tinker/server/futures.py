@@ -20,20 +20,14 @@ MAX_AHEAD = 4096  # requests of one model that may wait for an earlier one
 
 
 class TooBusy(ResourceError):
-    """Come back later."""
-
     status = 429
 
 
 class Gone(StateError):
-    """An object that existed once."""
-
-    status = 410
+    status = 410  # it existed once
 
 
 class NotFound(NotFoundError):
-    """An unknown object."""
-
     status = 404
 
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from palestra.core.errors import InputError, PalestraError, UnsupportedError, needs_extra
+from palestra.core.errors import InputError, UnsupportedError, needs_extra
 from palestra.core.types import Array, Turn
 
+_MALFORMED = "the body is not a valid protobuf message of the Tinker SDK"
 EMPTY_LOGPROB = -99999.0  # of a cell of a top-k matrix that holds nothing
 
 
@@ -93,7 +94,7 @@ def parse_request(body: bytes) -> Any:
     try:
         return pb.ForwardBackwardRequest.FromString(body)
     except DecodeError:
-        raise _malformed("it cannot be parsed") from None
+        raise InputError(f"{_MALFORMED}: it cannot be parsed") from None
 
 
 def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
@@ -108,9 +109,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
         for chunk in datum.model_input:
             kind = chunk.WhichOneof("chunk")
             if kind != "encoded_text":  # None for a kind of a newer SDK
-                raise UnsupportedError(
-                    f"model_input holds a chunk of kind {kind}; this server accepts text tokens only"
-                )
+                raise UnsupportedError(f"model_input holds a chunk of kind {kind}; this server takes text tokens alone")
             tokens.append(_array(chunk.encoded_text.tokens, np.dtype("<i4")))
         inputs = {key: _read_tensor(key, value) for key, value in datum.loss_fn_inputs.items()}
         data.append(Datum(np.concatenate(tokens), inputs))
@@ -180,22 +179,17 @@ def make_tensor(name: str, values: Array, shape: Sequence[int], csr: Sequence[Ar
 def _read_tensor(name: str, tensor: Any) -> Tensor:
     if tensor.dtype not in _DTYPES:
         raise InputError(f"loss_fn_inputs[{name!r}] has data type {tensor.dtype}, which is none that the SDK sends")
-    is_sparse = tensor.WhichOneof("encoding") == "sparse_csr"
-    sparse, shape = tensor.sparse_csr, list(tensor.shape)
+    is_sparse, sparse = tensor.WhichOneof("encoding") == "sparse_csr", tensor.sparse_csr
     values = _array(sparse.values if is_sparse else tensor.dense, _DTYPES[tensor.dtype])
     if tensor.dtype == pb.DTYPE_BFLOAT16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     csr = [_array(part, np.dtype("<i8")) for part in (sparse.crow_indices, sparse.col_indices)] if is_sparse else []
-    return make_tensor(f"loss_fn_inputs[{name!r}]", values, shape, csr)
-
-
-def _malformed(reason: str) -> PalestraError:
-    return InputError(f"the body is not a valid protobuf message of the Tinker SDK: {reason}")
+    return make_tensor(f"loss_fn_inputs[{name!r}]", values, list(tensor.shape), csr)
 
 
 def _array(data: bytes, dtype: np.dtype[Any]) -> Array:
     if len(data) % dtype.itemsize:
-        raise _malformed(f"an array of {dtype} has {len(data)} bytes")
+        raise InputError(f"{_MALFORMED}: an array of {dtype} has {len(data)} bytes")
     return np.frombuffer(data, dtype)
 
 
