@@ -23,8 +23,7 @@ from palestra.core.errors import RolloutError, ServiceError, UnsupportedError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.extras.tinker.client import model as model_module
-from palestra.extras.tinker.client.learner import TinkerLearner
-from palestra.extras.tinker.client.policy import TinkerPolicy, sampling_params
+from palestra.extras.tinker.client.learner import TinkerLearner, TinkerPolicy, sampling_params
 
 BUSY = tinker.RateLimitError(
     "slow down", response=httpx.Response(429, request=httpx.Request("POST", "http://fake")), body=None

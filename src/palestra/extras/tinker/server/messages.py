@@ -5,12 +5,11 @@ Messages are read and written by the classes that the Tinker SDK generates from 
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,22 +21,8 @@ _MALFORMED = "the body is not a valid protobuf message of the Tinker SDK"
 EMPTY_LOGPROB = -99999.0  # of a cell of a top-k matrix that holds nothing
 
 
-def _sdk_messages() -> Any:
-    """The SDK's generated module, loaded from its file because importing the whole SDK takes seconds."""
-    with needs_extra("palestra tinker", "tinker"):
-        sdk = importlib.util.find_spec("tinker")
-        if sdk is None or not sdk.submodule_search_locations:
-            raise ImportError("there is no tinker", name="tinker")
-        file = Path(next(iter(sdk.submodule_search_locations))) / "proto" / "tinker_public_pb2.py"
-        spec = importlib.util.spec_from_file_location("tinker_public_pb2", file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
-
-
-pb = _sdk_messages()
+with needs_extra("palestra tinker", "tinker"):
+    pb: Any = importlib.import_module("tinker.proto.tinker_public_pb2")
 _DTYPES: dict[int, np.dtype[Any]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
     pb.DTYPE_INT64: np.dtype("<i8"),

@@ -117,8 +117,7 @@ class Sampler:
                 except Exception as error:
                     answer.set_exception(error)
                     continue
-                sessions = [next(forks[prompt]) for _ in request.turns]
-                task = asyncio.create_task(self._work(request, sessions, answer))
+                task = asyncio.create_task(self._work(request, [next(forks[prompt]) for _ in request.turns], answer))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
@@ -181,8 +180,7 @@ class Sampler:
                 f"target_prompt_logprobs has the shape {list(targets.shape)}; expected [{len(prompt) - 1}, K]"
             )
         ids = torch.tensor([prompt], device=self._base.device)
-        logits = plain_forward(self._module, ids[:, :-1], use_cache=False).logits[0]
-        logprobs = logits.float().log_softmax(-1)
+        logprobs = plain_forward(self._module, ids[:, :-1], use_cache=False).logits[0].float().log_softmax(-1)
         rows = torch.from_numpy(targets.rows).to(ids.device)
         target_ids = torch.from_numpy(targets.values.astype(np.int64)).to(ids.device)
         values = logprobs[rows, target_ids.clamp(min=0)].where(target_ids >= 0, 0.0)
