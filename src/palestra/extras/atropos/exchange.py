@@ -254,8 +254,7 @@ class Exchange:
         if not batch_size or self.waiting_sequences < batch_size:
             return None
         sizes = sorted({group.sequences for group in self.waiting})
-        alike = math.gcd(*sizes, *(env.group_size for env in self.envs if env.connected))
-        if batch_size % alike:
+        if batch_size % math.gcd(*sizes, *(env.group_size for env in self.envs if env.connected)):
             return (
                 f"{self.waiting_sequences} sequences wait in groups of {', '.join(map(str, sizes))}, which never add "
                 f"up to a batch of {batch_size}; make the batch a multiple of the groups' size "
@@ -284,12 +283,11 @@ class Exchange:
         free = sum(max(0, n - (0 if e is None else minimums.get(e, 0))) for e, n in counts.items() if e != env_id)
         total = sum(e.max_token_length * max(0.0, e.weight) for e in connected)
         share = env.max_token_length * env.weight / total if total > 0 else 1.0
-        allocated = sum(e.min_batch_allocation or 0.0 for e in connected)
         return {
             "current_step": self.step,
             "num_steps": self.registration.num_steps if self.registration else 0,
             "queue_size": (counts[env_id] + free) // group_size,
-            "unallocated_fraction": 1.0 - min(allocated, 1.0),
+            "unallocated_fraction": 1.0 - min(sum(e.min_batch_allocation or 0.0 for e in connected), 1.0),
             "self_queue_size": counts[env_id] // group_size,
             "max_group_size": largest,
             "env_weight": max(_MIN_WEIGHT, share),

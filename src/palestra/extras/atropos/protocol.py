@@ -290,8 +290,7 @@ class WireClient:
         headers = {"Idempotency-Key": key} if key else {}
         url = f"{self.url.rstrip('/')}{path}"
         request = Request(url, body, method or "", self.token, headers, max_bytes=_MAX_BATCH_BYTES)
-        retries = Retries(busy_s=self.give_up_s, unreachable_s=gone_s)
-        asking = asyncio.ensure_future(ask_async(request, retries))
+        asking = asyncio.ensure_future(ask_async(request, Retries(busy_s=self.give_up_s, unreachable_s=gone_s)))
         try:
             done, _ = await asyncio.wait({asking}, timeout=_SLOW_S)
             if not done:
