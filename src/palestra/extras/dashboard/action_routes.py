@@ -50,8 +50,7 @@ def _post(path: str, form: type[Any], act: Callable[[Request, Any], Any], status
     """A route whose body is a form. Its handler runs in a thread: a stop waits, a form asks a process."""
 
     async def handler(request: Request) -> Response:
-        body = await read_model(request, form)
-        return answer(await asyncio.to_thread(act, request, body), status)
+        return answer(await asyncio.to_thread(act, request, await read_model(request, form)), status)
 
     return Route(path, handler, methods=["POST"])
 

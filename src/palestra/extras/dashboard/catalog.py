@@ -212,8 +212,7 @@ def _model_name(folder: RunFolder) -> str:
         text = read_regular(folder.config_file).decode("utf-8", "replace")
     except OSError:
         return str(record_of(folder).get("model") or "")
-    section = text.partition("\nmodel:\n")[2]
-    line = next((line for line in section.splitlines() if line.startswith("  name:")), "")
+    line = next((line for line in text.partition("\nmodel:\n")[2].splitlines() if line.startswith("  name:")), "")
     return line.partition(":")[2].strip().strip("'\"")
 
 

@@ -139,8 +139,7 @@ class RolloutIndex:
             position = _checked_position(db, kind, file)
             file.seek(position)
             position, ended = self._add_lines(db, kind, file, position)
-            inode = path.stat().st_ino
-            db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?)", (kind, inode, position))
+            db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?)", (kind, path.stat().st_ino, position))
         return position, ended
 
     def _add_lines(self, db: sqlite3.Connection, kind: str, file: IO[bytes], position: int) -> tuple[int, bool]:

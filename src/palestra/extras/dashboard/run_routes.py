@@ -168,8 +168,7 @@ def _log(entry: CatalogRun, request: Request) -> tuple[str | None, Path | None]:
 
 def recent_lines(path: Path, count: int) -> tuple[list[str], int]:
     """The last whole lines, and where the line after them begins."""
-    size = path.stat().st_size if path.is_file() else 0
-    start = max(0, size - _BLOCK)
+    start = max(0, (path.stat().st_size if path.is_file() else 0) - _BLOCK)
     lines, position = new_lines(path, start)
     return lines[1 if start else 0 :][-count:], position  # the first may have begun before the block
 
