@@ -67,8 +67,7 @@ class InferenceTest:
                     finished[index] = count
                     requests = f", {relay.requests} requests" if relay.requests else ""
                     text = f"{models[index].label}: {count} of {self.num_steps} problems{requests}"
-                    done = sum(max(0, each) for each in finished.values())
-                    self.progress(done, len(models) * self.num_steps, text)
+                    self.progress(sum(max(0, each) for each in finished.values()), len(models) * self.num_steps, text)
 
         with ThreadPoolExecutor(limits.test_models_at_once, "palestra-test") as pool:
             rows = list(pool.map(lambda index: self._test(index, models[index], folder, note), range(len(models))))

@@ -70,8 +70,7 @@ class PendingRunConfig:
         try:
             RunConfig.build(description.run_settings)
         except PalestraError as error:
-            text = f"the run_settings of {env.name} ({env.file_path}) are wrong: {error}"
-            raise UserCodeError(text) from None
+            raise UserCodeError(f"the run_settings of {env.name} ({env.file_path}) are wrong: {error}") from None
         is_atropos = env.dialect == "atropos"
         rows = [row for row in description.fields if not (is_atropos and row["name"] in _OF_TRAINER)]
         own = {row["name"]: ConfigField(**row, also=_SAME.get(row["name"]) if is_atropos else None) for row in rows}

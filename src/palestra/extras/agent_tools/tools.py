@@ -274,8 +274,7 @@ TOOLS: Mapping[str, Tool] = {tool.name: tool for tool in _TOOLS}
 
 def _header(run: Run) -> dict[str, Any]:
     """The fields that every answer about a run begins with."""
-    until = run.ended or time.time()
-    minutes = round(max(0.0, until - run.started) / 60, 1) if run.started else 0.0
+    minutes = round(max(0.0, (run.ended or time.time()) - run.started) / 60, 1) if run.started else 0.0
     return {
         "run_id": run.run_id,
         "status": run.state,
