@@ -119,8 +119,7 @@ def command(
     yield done.to_dict() | {"folder": str(folder)}
     if then_train:
         improved = AgentOptions.take({"improved": folder / "improved.json"})
-        request = RunRequest(agent_file=agent_file, agent=improved.record(), settings=layer)
-        yield train_in_terminal(request, console)
+        yield train_in_terminal(RunRequest(agent_file=agent_file, agent=improved.record(), settings=layer), console)
 
 
 def _write(folder: Path, file: AgentFile, done: Improvement, *, write: bool) -> list[str]:

@@ -66,12 +66,11 @@ def rescore(
                 missing += rollout.problem_id not in problems
                 done += 1
             on_progress(done)
-    steps = sorted({verdict.step for rows in verdicts.values() for verdict in rows})
     return {
         "count": done,
         "without_problem": missing,
         "measures": [{"name": name, **_summary(rows)} for name, rows in verdicts.items()],
-        "step": steps,
+        "step": sorted({verdict.step for rows in verdicts.values() for verdict in rows}),
         "series": {name: _series(rows) for name, rows in verdicts.items()},
         "changed": changed,
     }
@@ -102,8 +101,7 @@ def _summary(rows: Sequence[Verdict]) -> dict[str, Any]:
 def _series(rows: Sequence[Verdict]) -> dict[str, list[float | None]]:
     """The mean values of each step."""
     steps = [list(group) for _, group in groupby(sorted(rows, key=attrgetter("step")), attrgetter("step"))]
-    names = ("old", "new")
-    return {name: [_rates([getattr(row, name) for row in step])["mean"] for step in steps] for name in names}
+    return {name: [_rates([getattr(row, name) for row in step])["mean"] for step in steps] for name in ("old", "new")}
 
 
 def _chunks(records: Iterable[Mapping[str, Any]]) -> Iterator[list[list[Mapping[str, Any]]]]:

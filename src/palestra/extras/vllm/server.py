@@ -226,8 +226,7 @@ class VllmServerPolicy(VllmPolicy):
             ) from None
 
     def _completion(self, ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-        named = {"model": self.served_model, "prompt": ids, "return_token_ids": True}
-        return sampling_fields(params) | named
+        return sampling_fields(params) | {"model": self.served_model, "prompt": ids, "return_token_ids": True}
 
 
 def read_completion(answer: Any, version: int) -> Turn:
