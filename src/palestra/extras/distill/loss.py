@@ -93,7 +93,8 @@ def divergence(student: Tensor, teacher: Tensor, kind: Divergence, *, tail: bool
 
 def log_tail(logprobs: Tensor) -> Tensor:
     """[P, 1] log-probability of all tokens but these [P, k]."""
-    return -torch.expm1(logprobs.logsumexp(-1, keepdim=True).clamp(max=0.0)).clamp(min=LOWEST_TAIL).log()
+    left = -torch.expm1(logprobs.logsumexp(-1, keepdim=True).clamp(max=0.0))
+    return left.clamp(min=LOWEST_TAIL).log()
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
