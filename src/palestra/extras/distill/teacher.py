@@ -258,9 +258,7 @@ class ServerTeacher(Teacher):
         try:
             return cls(url.rstrip("/"), str(found["data"][0]["id"]))
         except (KeyError, IndexError, TypeError):
-            raise ServiceError(
-                f"distill.teacher_url = {url} lists no model at /v1/models; give a server of one"
-            ) from None
+            raise ServiceError(f"distill.teacher_url = {url} lists no model at /v1/models; set another") from None
 
     def logprobs(self, batch: Batch) -> Array:
         targets, rows = batch.targets, batch.split(batch.token_ids)
@@ -289,11 +287,7 @@ class ServerTeacher(Teacher):
 
 
 def teacher_of(
-    config: RunConfig,
-    learner: Learner,
-    tokenizer: Any,
-    environment: Environment | None = None,
-    context_tokens: int | None = None,
+    config: RunConfig, learner: Learner, tokenizer: Any, environment: Environment | None, context_tokens: int | None
 ) -> Teacher | None:
     """The teacher that the config asks for; None while `distill.coefficient` is 0.
 
