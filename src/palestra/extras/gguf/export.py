@@ -109,9 +109,7 @@ def write_gguf(
                 done += prod(shape)
                 progress(done, total)
     except OSError as error:
-        raise StorageError(
-            f"{path} could not be written ({error.strerror or error}); free some space or choose another path"
-        ) from error
+        raise StorageError(f"{path} could not be written ({error.strerror or error}); choose another path") from error
     return path
 
 
