@@ -204,10 +204,7 @@ class VllmServerPolicy(VllmPolicy):
         try:
             self._tell(path)
         except HttpError as error:
-            raise ServiceError(
-                f"{error}. model.sleep_mode needs a GPU and a vLLM that was started with --enable-sleep-mode; or set "
-                "it to false"
-            ) from None
+            raise ServiceError(f"{error}. model.sleep_mode needs a GPU and vLLM's --enable-sleep-mode") from None
 
     def wake(self) -> None:
         self.sleep("/wake_up")
@@ -221,9 +218,7 @@ class VllmServerPolicy(VllmPolicy):
         except HttpError as error:
             raise ServiceError(f"no vLLM answers at vllm.url: {error}. Start it with {self._start}") from None
         except (KeyError, TypeError, ValueError):
-            raise ServiceError(
-                f"{self.url}/v1/models is not that of a vLLM server; give its address as vllm.url"
-            ) from None
+            raise ServiceError(f"{self.url}/v1/models is not vLLM's; set vllm.url to a vLLM server") from None
 
     def _completion(self, ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
         return sampling_fields(params) | {"model": self.served_model, "prompt": ids, "return_token_ids": True}
