@@ -112,9 +112,7 @@ class TinkerLearner:
     def _reference_logprobs(self, batch: Batch, rows: Sequence[int]) -> list[Sequence[Any]]:
         """Under the base model, by its sampler: the adapter of the beginning changes nothing."""
         if not self._train.beta:
-            raise SettingError(
-                "train.beta > 0 but the learner was built without it; set it in the config from the start"
-            )
+            raise SettingError("train.beta > 0 but the learner was built without it; set it at the start")
         ids, base = batch.split(batch.token_ids), self.model.reference(self._base_model)
 
         async def score(row: int) -> Sequence[Any]:
@@ -204,8 +202,7 @@ class TinkerLearner:
             state = str(json.loads((folder / CHECKPOINT).read_text(encoding="utf-8"))["state"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UnreadableFileError(
-                f"{folder} has no state of a Tinker server ({CHECKPOINT}: {error}); the run was trained by another "
-                "backend"
+                f"{folder} has no state of a Tinker server ({CHECKPOINT}: {error}); another backend trained the run"
             ) from None
         self.model.load(state)
 
@@ -243,12 +240,7 @@ class TinkerLearner:
         yield "cross_entropy", {}, {"weights": -_require_finite(gradient, batch)}
 
     def _send(
-        self,
-        batch: Batch,
-        rows: Sequence[int],
-        name: LossName,
-        config: Mapping[str, float],
-        inputs: Mapping[str, Array],
+        self, batch: Batch, rows: list[int], name: LossName, config: Mapping[str, float], inputs: Mapping[str, Array]
     ) -> ModelChange:
         data = datums(batch, rows, inputs)
         return self.model.change(lambda client: client.forward_backward(data, name, dict(config) or None))
@@ -385,9 +377,7 @@ class TinkerPolicy(BoundedSessions):
 
     def update(self, weights: Weights) -> None:
         if not isinstance(weights, TinkerWeights) or weights.sampler is None:
-            raise UnsupportedError(
-                "a Tinker server samples the weights that it has trained itself; train with --backend tinker, too"
-            )
+            raise UnsupportedError("a Tinker server samples the weights it has trained; train with --backend tinker")
         self._sampler, self.version = weights.sampler, weights.sampler.version
 
     async def _sample(self, ids: list[int], params: SamplingParams) -> Turn:

@@ -67,10 +67,7 @@ class Requests:
     def find(self, request_id: str) -> Request:
         request = self._all.get(request_id)
         if request is None:
-            raise Gone(
-                f"the server knows no request {request_id!r}: it was fetched long ago, or the server was started anew; "
-                "send the request again"
-            )
+            raise Gone(f"request {request_id!r} was fetched long ago, or before a restart; send it again")
         return request
 
     def fetched(self, request: Request) -> None:

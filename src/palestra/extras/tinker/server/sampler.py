@@ -176,9 +176,7 @@ class Sampler:
 
     async def _score_targets(self, prompt: list[int], targets: Tensor) -> Tensor:
         if len(targets.shape) != 2 or targets.shape[0] != len(prompt) - 1:
-            raise InputError(
-                f"target_prompt_logprobs has the shape {list(targets.shape)}; expected [{len(prompt) - 1}, K]"
-            )
+            raise InputError(f"target_prompt_logprobs has shape {list(targets.shape)}; expected [{len(prompt) - 1}, K]")
         ids = torch.tensor([prompt], device=self._base.device)
         logprobs = plain_forward(self._module, ids[:, :-1], use_cache=False).logits[0].float().log_softmax(-1)
         rows = torch.from_numpy(targets.rows).to(ids.device)

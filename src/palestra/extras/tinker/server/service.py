@@ -380,10 +380,7 @@ class Service:
 
             def pinned() -> ReadWeights:
                 if version not in model.pinned:
-                    raise Gone(
-                        f"{sampling_id!r} is at version {version}, and the server keeps the newest "
-                        f"{self.limits.versions}; save it under a name to keep it longer"
-                    )
+                    raise Gone(f"version {version} of {sampling_id!r} is gone; save it under a name to keep it")
                 return model.pinned[version]
 
             # every save of a version has the same copy

@@ -181,9 +181,7 @@ class TrainingModel:
                     shapes = f"{list(other.shape)}, target_tokens {list(targets.shape)}"
                     raise InputError(f"datum {i}: loss_fn_inputs[{name!r}] has the shape {shapes}; they must agree")
                 if not np.isfinite(other.values).all():
-                    raise InputError(
-                        f"datum {i}: loss_fn_inputs[{name!r}] holds NaN or infinite values; every number must be finite"
-                    )
+                    raise InputError(f"datum {i}: loss_fn_inputs[{name!r}] holds NaN or infinite values")
             for name, ids in (("model_input", datum.token_ids), ("target_tokens", targets.values)):
                 if ids.dtype.kind != "i":
                     raise InputError(f"datum {i}: {name} holds {ids.dtype} values; token ids are integers")
