@@ -159,9 +159,7 @@ class ScoredGroup(Body):
             raise ValueError(f"tokens: sequence {lengths.index(0)} is empty")
         for name in (*_columns("per sequence"), *_columns("per token")):
             if (rows := getattr(self, name)) is not None and len(rows) != len(lengths):
-                raise ValueError(
-                    f"{name} has {len(rows)} entries; expected one for each of the {len(lengths)} sequences"
-                )
+                raise ValueError(f"{name} has {len(rows)} entries; expected {len(lengths)}, one for each sequence")
         for name in _columns("per token"):
             for i, row in enumerate(getattr(self, name) or ()):
                 if len(row) != lengths[i]:

@@ -277,9 +277,7 @@ class WireSource(GroupSource):
             if groups := self._read(rows, version):
                 self.step += 1
                 return groups
-        raise UserCodeError(
-            f"{_EMPTY_BATCHES} batches in a row held no group that can be trained; the last because {self._last_error}"
-        )
+        raise UserCodeError(f"{_EMPTY_BATCHES} batches in a row held nothing to train; last: {self._last_error}")
 
     def _note_once(self, subject: str, text: str) -> None:
         if text and subject not in self._noted:
