@@ -49,11 +49,7 @@ class RlTools:
     """
 
     def __init__(
-        self,
-        manager: RunManager | None = None,
-        site: Site | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, manager: RunManager | None = None, site: Site | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.manager = manager or RunManager()
         self.site = site or load_site()

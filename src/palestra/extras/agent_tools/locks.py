@@ -327,9 +327,7 @@ def load_site(path: Path | None = None, environ: Mapping[str, str] = os.environ)
     if not file.is_file():
         if not named:
             return Site()
-        raise NotFoundError(
-            f"there is no site file {file}; {SITE_VARIABLE} names it; write it or unset {SITE_VARIABLE}"
-        )
+        raise NotFoundError(f"there is no site file {file}; {SITE_VARIABLE} names it; write or unset it")
     sections = load_yaml(file)
     try:
         return Site.model_validate({key: value for key, value in sections.items() if value is not None})

@@ -126,9 +126,7 @@ def improve(
         raise SettingError("merges was removed: candidates are no longer merged; leave it out")
     own = as_agent(agent)
     if isinstance(own, ProgramAgent):
-        raise UnsupportedError(
-            f"{own.name} is a program, whose texts are in its own code; improve agents of our own loop"
-        )
+        raise UnsupportedError(f"{own.name} is a program, with texts in its own code; improve agents of our own loop")
     texts = texts_of(own)
     chosen = list(texts) if components is None else list(components)
     if unknown := [name for name in chosen if name not in texts]:

@@ -105,10 +105,7 @@ def command(
     extra = {"signal": parameters["signal"], "tool_s": parameters["tool_seconds"]}
     work = work_of(config, shape, device, **rollouts, **extra)
     if shape.context and work.context > shape.context:
-        raise SettingError(
-            f"a rollout of {work.context} tokens; the context of {config.model.name} holds {shape.context}; lower "
-            "--context"
-        )
+        raise SettingError(f"{work.context} tokens; {config.model.name} holds {shape.context}; lower --context")
     planned, steps = estimate(shape, device, work), steps or config.train.max_steps or 100
     _print(console, config.model.name, planned, steps, price)
     return summary(planned, steps, price)
