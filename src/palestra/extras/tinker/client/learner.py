@@ -213,9 +213,7 @@ class TinkerLearner:
         with tempfile.TemporaryDirectory() as folder:
             return saved_tensors(self.export(Path(folder)))
 
-    def _passes(
-        self, batch: Batch, loss: StepLoss
-    ) -> Iterator[tuple[LossName, Mapping[str, float], Mapping[str, Array]]]:
+    def _passes(self, batch: Batch, loss: StepLoss) -> Iterator[tuple[LossName, dict[str, float], Mapping[str, Array]]]:
         """Passes to send: one of the server's own loss and one for ECHO, or one with the whole gradient."""
         objective, logprobs = loss.objective, np.zeros(len(batch.token_ids), dtype=np.float32)
         native = server_loss(objective, batch)

@@ -67,7 +67,9 @@ class Requests:
     def find(self, request_id: str) -> Request:
         request = self._all.get(request_id)
         if request is None:
-            raise Gone(f"request {request_id!r} was fetched long ago, or before a restart; send it again")
+            raise Gone(
+                f"the server knows no request {request_id!r}: fetched long ago, or before a restart; send it again"
+            )
         return request
 
     def fetched(self, request: Request) -> None:

@@ -28,7 +28,6 @@ from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
 from palestra.extras.tinker.server.futures import Result
 from palestra.extras.tinker.server.messages import EMPTY_LOGPROB, Tensor, TopK, write_sample
 from palestra.extras.tinker.server.requests import Sample
-from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
 from palestra.policy.local import token_logprobs
 
@@ -90,9 +89,7 @@ class Sampler:
         try:
             self._module: Any = self._base.module(self._spec).eval().requires_grad_(False)
             with self._base.building:  # an engine may move the weights that all share
-                self._policy: Policy[Any] = build_policy(
-                    self._module, self._base.tokenizer, "auto", self._kv_memory_gib
-                )
+                self._policy = build_policy(self._module, self._base.tokenizer, "auto", self._kv_memory_gib)
         except Exception as error:
             broken = error
         while True:
