@@ -215,10 +215,8 @@ class TasksetEnv(Env):
                 if runtime is not None and runtime.default is inspect.Parameter.empty:
                     needs.append(f"a runtime for its {kind} {function.__name__}")
         needs += ["a judge model"] if getattr(task.config, "judges", None) else []
-        prepares = [
-            c for c in type(task).__mro__ if "setup" in vars(c) and not c.__module__.startswith("verifiers.v1.task")
-        ]
-        needs += ["a runtime that its setup prepares"] if prepares else []
+        own = [c for c in type(task).__mro__ if "setup" in vars(c) and not c.__module__.startswith("verifiers.v1.task")]
+        needs += ["a runtime that its setup prepares"] if own else []
         if missing := [*_toolsets(self.taskset), *needs]:
             raise UnsupportedError(
                 f"{type(task).__name__} needs {', '.join(missing)}, which this adapter has not; run it with verifiers' "

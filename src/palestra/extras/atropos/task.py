@@ -43,9 +43,7 @@ _DROPPED_GROUPS = 64  # sampled, more than any environment attempts at a time, a
 _MAX_LOG_BYTES, _LOG_TAIL_BYTES = 16 * 2**20, 2**20
 _TROUBLE = re.compile(r"error|exception|fail|skipp|refus|invalid|too long|cannot|not support", re.IGNORECASE)
 _FRAME = re.compile(r"File |raise |During handling|The above exception|Traceback")
-_NO_CONNECTION = re.compile(
-    r"ClientConnector|ConnectError|APIConnectionError|Connection (refused|error)", re.IGNORECASE
-)
+_NO_CONNECTION = re.compile(r"ClientConnector|ConnectError|APIConnectionError|Connection (refused|error)", re.I)
 _REMEDIES = {
     "Scores are the same": "--env.ensure_scores_are_not_same false posts groups with equal scores, too",
     "Token length is too long": "raise --env.max_token_length",

@@ -193,9 +193,7 @@ def measures(folder: RunFolder) -> list[dict[str, Any]]:
     rows = folder.metrics()
     kinds = ("score/", "pass_rate/")
     names = dict.fromkeys(name.partition("/")[2] for row in rows for name in row if name.startswith(kinds))
-    return [
-        {"name": name, "weight": (w := weights.get(name, 1.0)), "rewarded": w != 0} for name in {**names, **weights}
-    ]
+    return [{"name": key, "weight": (w := weights.get(key, 1.0)), "rewarded": w != 0} for key in {**names, **weights}]
 
 
 def record_of(folder: RunFolder) -> dict[str, Any]:

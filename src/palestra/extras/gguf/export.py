@@ -252,9 +252,7 @@ STOPS = {
     "phi3": ("<|user|>", "<|assistant|>", "<|end|>"),
 }
 # transformers' name of a setting -> Ollama's
-_SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p")} | {
-    "repetition_penalty": "repeat_penalty"
-}
+_SAMPLING = {n: n for n in ("temperature", "top_p", "top_k", "min_p")} | {"repetition_penalty": "repeat_penalty"}
 
 
 class OllamaModel(str):

@@ -51,9 +51,7 @@ def remedy(reason: str, rank: int) -> str:
         "target modules": "Name modules that it supports as lora.target_modules",
         "Not Found": "It was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
     }
-    return next(
-        (text for words, text in remedies.items() if words in reason), "It must serve the model that is trained"
-    )
+    return next((text for words, text in remedies.items() if words in reason), "It must serve the trained model")
 
 
 class VllmServerPolicy(VllmPolicy):
