@@ -50,11 +50,7 @@ from palestra.runs.request import RunRequest
 @click.option("--budget", default=300, show_default=True, type=click.IntRange(1, 1_000_000), help="Attempts in all.")
 @click.option("--minibatch", default=4, show_default=True, type=click.IntRange(1, 1000), help="Attempts a reflection.")
 @click.option(
-    "--pareto-cases",
-    default=24,
-    show_default=True,
-    type=click.IntRange(1, 100_000),
-    help="Training cases on which candidates are compared.",
+    "--pareto-cases", default=24, show_default=True, type=click.IntRange(1, 100_000), help="Cases to compare texts on."
 )
 @click.option("--merges", hidden=True)  # removed
 @click.option(
