@@ -1,7 +1,5 @@
 """`palestra trajectory`, and of `palestra env`: serve, run-atropos and process."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """`palestra dashboard [PATH]`: runs, rollouts, tokens and signs of reward hacking in a browser."""
 
-from __future__ import annotations
-
 import secrets
 from pathlib import Path
 from urllib.parse import quote

@@ -1,7 +1,5 @@
 """Arithmetic with a calculator."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import random

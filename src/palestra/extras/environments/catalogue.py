@@ -1,7 +1,5 @@
 """Look-ups in a catalogue."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`palestra record`: record what an agent says to an API."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

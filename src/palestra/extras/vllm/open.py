@@ -1,7 +1,5 @@
 """The policy of `vllm.mode`."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path
