@@ -112,7 +112,8 @@ class Sampler:
                 except Exception as error:
                     answer.set_exception(error)
                     continue
-                task = asyncio.create_task(self._work(request, [next(forks[prompt]) for _ in request.turns], answer))
+                sessions = [next(forks[prompt]) for _ in request.turns]
+                task = asyncio.create_task(self._work(request, sessions, answer))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
