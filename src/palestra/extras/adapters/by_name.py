@@ -5,6 +5,8 @@ verifiers:NAME   an installed environment package: load_environment(NAME), or th
 openenv:URL      a server that runs there
 """
 
+from __future__ import annotations
+
 import importlib
 from functools import partial
 from typing import Any, ClassVar

@@ -1,5 +1,7 @@
 """A gymnasium environment with text observations: each answer of the model is one action."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Sequence
 from typing import Any

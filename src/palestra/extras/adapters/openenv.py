@@ -1,5 +1,7 @@
 """An OpenEnv server as an environment: one WebSocket session for each attempt, and its actions as tools."""
 
+from __future__ import annotations
+
 import json
 import time
 from collections.abc import Mapping, Sequence

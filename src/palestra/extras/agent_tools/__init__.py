@@ -4,6 +4,8 @@ The names below are the tools as Python functions, over one session for this pro
 `mcp_server` serves the same tools over MCP and HTTP. `launcher` starts runs for the dashboard with the same checks.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,5 +1,7 @@
 """Answers of the tools: always a JSON object, also for an error."""
 
+from __future__ import annotations
+
 import difflib
 import json
 import logging

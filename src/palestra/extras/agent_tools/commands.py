@@ -1,5 +1,7 @@
 """The rl_* tools for agents: `palestra mcp`, `palestra tools`; `palestra config --locked`."""
 
+from __future__ import annotations
+
 import json
 import os
 import secrets

@@ -1,5 +1,7 @@
 """The settings of a run, and the config fields of an environment: read in a process that has none of our secrets."""
 
+from __future__ import annotations
+
 import json
 import math
 import sys

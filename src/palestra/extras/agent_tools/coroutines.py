@@ -1,5 +1,7 @@
 """The ten tools as coroutines that answer JSON text, as agent frameworks register them; over the same session."""
 
+from __future__ import annotations
+
 import inspect
 import json
 from collections.abc import Callable, Coroutine

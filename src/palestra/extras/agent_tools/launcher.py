@@ -1,5 +1,7 @@
 """Starts trainings from the dashboard's form: fields with values, locked settings, and error messages."""
 
+from __future__ import annotations
+
 import ast
 import json
 import os

@@ -1,5 +1,7 @@
 """The tools over the Model Context Protocol, by its official SDK: on stdio, or as a server for many clients."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import json

@@ -1,5 +1,7 @@
 """The ten tools by which an agent drives trainings: one table, from which Python, MCP and HTTP are made."""
 
+from __future__ import annotations
+
 import math
 import os
 import sys

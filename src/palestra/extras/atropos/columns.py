@@ -12,6 +12,8 @@ and `metrics` of the group.
 [('template', [1, 2]), ('model', [7])]
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields

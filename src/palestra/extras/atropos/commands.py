@@ -1,5 +1,7 @@
 """`palestra trajectory`, and of `palestra env`: serve, run-atropos and process."""
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 import json

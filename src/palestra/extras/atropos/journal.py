@@ -1,5 +1,7 @@
 """The state of the trajectory API in one SQLite file. Requests are answered once it is on disk."""
 
+from __future__ import annotations
+
 import json
 import sqlite3
 from collections.abc import Sequence

@@ -5,6 +5,8 @@ however often it is repeated; `/batch?after=N&saved=M&step=S` names the last bat
 in a checkpoint and the trainer's step, so that a lost response can be repeated and a killed trainer gets its batches.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import sqlite3

@@ -1,5 +1,7 @@
 """Answers: JSON that no content can break, and server-sent events."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import math

@@ -1,5 +1,7 @@
 """The dashboard as a web application: the page, its static files and the JSON API, all behind `Access`."""
 
+from __future__ import annotations
+
 import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -3,6 +3,8 @@
 A line of the list for each, everything about one, and its metrics as columns for charts.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
 """`palestra dashboard [PATH]`: runs, rollouts, tokens and signs of reward hacking in a browser."""
 
+from __future__ import annotations
+
 import secrets
 from pathlib import Path
 from urllib.parse import quote

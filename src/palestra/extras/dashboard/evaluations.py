@@ -4,6 +4,8 @@ A *check metric* is a measure that is not rewarded (weight 0), or a held-out sco
 reward that rises is what training is for. A check metric that falls at the same time does.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

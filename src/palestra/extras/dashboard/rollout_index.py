@@ -3,6 +3,8 @@
 The JSON lines stay the truth: a row knows where its line lies, so that one rollout is one read of the file.
 """
 
+from __future__ import annotations
+
 import hashlib
 import os
 import sqlite3

@@ -1,5 +1,7 @@
 """Rollouts, groups, tokens and problems of a run: filters, full-text search, sorting, pages by where the last ended."""
 
+from __future__ import annotations
+
 import json
 import re
 import sqlite3

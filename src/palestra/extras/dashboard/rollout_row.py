@@ -1,5 +1,7 @@
 """A rollout of a JSON-lines file as a row of the index: the columns to filter and sort by, and the text to search."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any

@@ -1,5 +1,7 @@
 """The list of runs, one run, its metrics and its logs: read, and followed live."""
 
+from __future__ import annotations
+
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable

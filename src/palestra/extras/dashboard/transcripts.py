@@ -1,5 +1,7 @@
 """One rollout with all its messages or its tokens, and a group side by side. And pages of them without script."""
 
+from __future__ import annotations
+
 import math
 import os
 import re

@@ -13,6 +13,8 @@ that of the whole distributions; with k = V it is exact. SDPO (arXiv 2601.20802)
     0.6264
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from typing import Literal

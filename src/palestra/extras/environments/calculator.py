@@ -1,5 +1,7 @@
 """Arithmetic with a calculator."""
 
+from __future__ import annotations
+
 import ast
 import operator
 import random

@@ -1,5 +1,7 @@
 """Look-ups in a catalogue."""
 
+from __future__ import annotations
+
 import random
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Every dataset of reasoning-gym: `reasoning_gym/<task>`; it is imported when a problem is made: that takes seconds."""
 
+from __future__ import annotations
+
 import atexit
 import importlib
 import itertools

@@ -1,5 +1,7 @@
 """Tasks among files, done with shell commands in a sandbox."""
 
+from __future__ import annotations
+
 import random
 from typing import Any
 

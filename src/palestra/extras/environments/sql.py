@@ -1,5 +1,7 @@
 """Questions about a small SQLite database."""
 
+from __future__ import annotations
+
 import random
 import sqlite3
 import tempfile

@@ -1,5 +1,7 @@
 """The table of architectures, and a model's config and weights <-> those of a GGUF file."""
 
+from __future__ import annotations
+
 import logging
 import math
 from collections.abc import Callable, Sequence

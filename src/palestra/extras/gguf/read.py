@@ -6,6 +6,8 @@ Llama 3 and others, and gives other tokens for Qwen2.5 and Gemma (see tokenizer.
     python -m palestra.extras.gguf.read palestra/smollm2 some/folder
 """
 
+from __future__ import annotations
+
 import hashlib
 import sys
 import tempfile

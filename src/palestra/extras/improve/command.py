@@ -1,5 +1,7 @@
 """`palestra improve my_agent.py`: better instructions and tool descriptions, without training."""
 
+from __future__ import annotations
+
 import difflib
 import json
 import time

@@ -6,6 +6,8 @@ The package `gepa` (0.1.4) is not used. It exceeds its budget by up to a minibat
 again after the reflector's budget is spent, and has no value for an attempt without a verdict.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field

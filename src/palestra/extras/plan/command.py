@@ -1,5 +1,7 @@
 """`palestra plan`: step time, memory and cost of a training, before anything is loaded."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import replace
 from itertools import zip_longest

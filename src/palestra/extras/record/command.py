@@ -1,5 +1,7 @@
 """`palestra record`: record what an agent says to an API."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import click

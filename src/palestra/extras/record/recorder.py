@@ -3,6 +3,8 @@
 The caller's key goes to the API only: no header is stored, and a key in a text is redacted.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import logging

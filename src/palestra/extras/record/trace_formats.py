@@ -6,6 +6,8 @@ Functions here raise ValueError for what they cannot convert; a wrong type may a
 TypeError. `core.conversations` reports both with the file and the line.
 """
 
+from __future__ import annotations
+
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence

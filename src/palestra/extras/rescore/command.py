@@ -1,5 +1,7 @@
 """`palestra rescore`: changed measures over stored rollouts: what they would have said, without sampling anything."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

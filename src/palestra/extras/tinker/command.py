@@ -1,5 +1,7 @@
 """`palestra tinker`: serve models to the Tinker SDK."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """The settings `tinker.*`."""
 
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
 from palestra.core.config_sections import TINKER_LORA_RANK, Section

@@ -3,6 +3,8 @@
 For those who continue with TRL: measures as its reward functions, suites as its datasets.
 """
 
+from __future__ import annotations
+
 import asyncio
 import sys
 from collections.abc import Callable, Sequence

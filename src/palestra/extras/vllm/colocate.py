@@ -1,5 +1,7 @@
 """vLLM in this process as a Policy: its engine steps between the turns of the event loop, as our own does."""
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 import os

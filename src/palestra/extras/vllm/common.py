@@ -5,6 +5,8 @@ by the adapter's name, so no version reads another's KV, and a request keeps the
 tokens of a turn have one version.
 """
 
+from __future__ import annotations
+
 import itertools
 import logging
 import shutil

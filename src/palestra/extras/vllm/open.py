@@ -1,5 +1,7 @@
 """The policy of `vllm.mode`."""
 
+from __future__ import annotations
+
 import os
 import tempfile
 from pathlib import Path

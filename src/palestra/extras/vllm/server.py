@@ -1,5 +1,7 @@
 """A running vLLM as a Policy: token ids in and out over HTTP, weights or adapters by files that both can read."""
 
+from __future__ import annotations
+
 import logging
 import shutil
 from collections.abc import Mapping, Sequence

@@ -3,6 +3,8 @@
 VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --worker-extension-cls palestra.extras.vllm.worker.PalestraWorker …
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Any
 

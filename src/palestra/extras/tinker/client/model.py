@@ -5,6 +5,8 @@ restart of the server for instance, another is opened: the state is loaded and w
 waits for an answer only notices that it took longer.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import os

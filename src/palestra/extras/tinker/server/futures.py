@@ -1,5 +1,7 @@
 """Requests that are answered later: each has an id to ask by, and each model's are done in the order of `seq_id`."""
 
+from __future__ import annotations
+
 import itertools
 import secrets
 import threading

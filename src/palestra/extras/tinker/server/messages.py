@@ -3,6 +3,8 @@
 Messages are read and written by the classes that the Tinker SDK generates from its `tinker_public.proto`.
 """
 
+from __future__ import annotations
+
 import importlib
 import itertools
 import math

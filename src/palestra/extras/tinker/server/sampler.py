@@ -6,6 +6,8 @@ server's thread then waits for the interpreter. So a burst is gathered until a p
 which a prompt that several of them have is computed once.
 """
 
+from __future__ import annotations
+
 import asyncio
 import threading
 import time

@@ -1,5 +1,7 @@
 """The HTTP server that the Tinker SDK talks to."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import inspect

@@ -1,5 +1,7 @@
 """State of the server: base models, sessions, the models that they train, and their samplers."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import logging

@@ -4,6 +4,8 @@ Tinker's losses are sums over tokens, without a mean; the client normalises. The
 itself: 0.8 and 1.2 keep it within 20 %.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
