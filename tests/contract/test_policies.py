@@ -93,7 +93,7 @@ def tinker(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
     from tinker_server import base_model, tinker_server
 
     from palestra.extras.tinker.client.backend import open_model
-    from palestra.extras.tinker.client.policy import TinkerPolicy
+    from palestra.extras.tinker.client.learner import TinkerPolicy
 
     with tinker_server([base_model(model, tokenizer, "random")], folder) as running:
         settings = {"backend": "tinker", "tinker": {"base_url": running.url}, "model": {"name": "random"}}

@@ -18,8 +18,7 @@ from palestra.core.http import HttpError, Request
 from palestra.core.run_folder import Resume
 from palestra.env_api import train_env
 from palestra.envs.running import RunningEnv
-from palestra.extras.tinker.client.learner import TinkerLearner
-from palestra.extras.tinker.client.policy import TinkerPolicy
+from palestra.extras.tinker.client.learner import TinkerLearner, TinkerPolicy
 
 pytestmark = pytest.mark.slow("make test-tinker restarts servers")
 

@@ -37,7 +37,7 @@ def test_what_does_not_fit_is_told_with_the_settings_that_would(cli):
     answer = cli.ok("plan", *"--model qwen3-8b --context 4k --group 8 --gpu rtx-4090".split())
     assert "and 90% can be planned with; use " in answer.out
     assert "--lora." in answer.out
-    assert "with these a step takes" in answer.out
+    assert "a step then takes" in answer.out
     assert "it fits: " in cli("plan", *"--model qwen3-0.6b --context 2k".split()).out
 
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from palestra.core.errors import NotAllowedError
 from palestra.extras.agent_tools import RlTools, inference
-from palestra.extras.agent_tools.endpoints import OPENROUTER, OPENROUTER_MODELS, choose_models
+from palestra.extras.agent_tools.inference import OPENROUTER, OPENROUTER_MODELS, choose_models
 from palestra.extras.agent_tools.locks import Inference, RequestLimits, Site
 from palestra.extras.atropos.atropos import venv_folder
 from palestra.runs.manager import RunManager

@@ -18,8 +18,7 @@ from palestra.envs.discover import in_file
 from palestra.extras.agent_tools import RlTools, coroutines, get_missing_keys
 from palestra.extras.agent_tools.answers import Refusal
 from palestra.extras.agent_tools.config_fields import EnvDescription
-from palestra.extras.agent_tools.endpoints import OPENROUTER_MODELS, Candidate
-from palestra.extras.agent_tools.inference import _scores, _summary
+from palestra.extras.agent_tools.inference import OPENROUTER_MODELS, Candidate, _scores, _summary
 from palestra.extras.agent_tools.locks import RequestLimits, Site
 from palestra.extras.agent_tools.pending_run import PendingRunConfig
 from palestra.extras.agent_tools.tools import TOOLS

@@ -22,7 +22,7 @@ from palestra.extras.adapters.by_name import BY_NAME
 from palestra.extras.agent_tools import RlTools, config_fields, mcp_server
 from palestra.extras.agent_tools.clients import Clients
 from palestra.extras.agent_tools.config_fields import EnvDescription
-from palestra.extras.agent_tools.endpoints import Candidate, Relay
+from palestra.extras.agent_tools.inference import Candidate, Relay
 from palestra.extras.agent_tools.locks import RequestLimits, Site, locked_settings
 from palestra.runs.index import TooManyRuns
 from palestra.runs.manager import RunManager, RunRequest

@@ -32,34 +32,21 @@ EXTRAS = {
 }
 PIP = {"adapters": "gymnasium,openenv,verifiers", "agent_tools": "mcp", "dashboard": "serve", "atropos": "serve"}
 
+_RUNS, _OUTSIDE, _AGENTS = "Runs", "Agents and environments in other programs", "Trainings run by an LLM agent"
 # name -> (group in `palestra --help`, module:attribute below palestra.extras, its line there)
 COMMANDS = {
-    "rescore": (
-        "Train and score", "rescore.command:command", "Score a run's stored rollouts with changed measures.",
-    ),
-    "dashboard": ("Runs", "dashboard.command:command", "Show runs, rollouts and tokens in a browser."),
-    "plan": ("Runs", "plan.command:command", "Predict step time, memory and cost of a training."),
-    "record": (
-        "Agents and environments in other programs", "record.command:record",
-        "Record what an agent says to an OpenAI- or Anthropic-style API.",
-    ),
-    "trajectory": (
-        "Agents and environments in other programs", "atropos.commands:trajectory",
-        "Serve the API between environments and a trainer.",
-    ),
-    "tinker": (
-        "Agents and environments in other programs", "tinker.command:tinker",
-        "Serve models to the Tinker SDK: train and sample over its API.",
-    ),
+    "rescore": ("Train and score", "rescore.command:command", "Score a run's stored rollouts with changed measures."),
+    "dashboard": (_RUNS, "dashboard.command:command", "Show runs, rollouts and tokens in a browser."),
+    "plan": (_RUNS, "plan.command:command", "Predict step time, memory and cost of a training."),
+    "record": (_OUTSIDE, "record.command:record", "Record what an agent says to an OpenAI- or Anthropic-style API."),
+    "trajectory": (_OUTSIDE, "atropos.commands:trajectory", "Serve the API between environments and a trainer."),
+    "tinker": (_OUTSIDE, "tinker.command:tinker", "Serve models to the Tinker SDK: train and sample over its API."),
     "env process": ("", "atropos.commands:process", ""),
     "env serve": ("", "atropos.commands:serve", ""),
     "env run-atropos": ("", "atropos.commands:run_atropos", ""),
-    "mcp": (
-        "Trainings run by an LLM agent", "agent_tools.commands:mcp",
-        "Offer the rl_* tools over the Model Context Protocol.",
-    ),
-    "tools": ("Trainings run by an LLM agent", "agent_tools.commands:tools", "Print the schemas of the rl_* tools."),
-}  # fmt: skip
+    "mcp": (_AGENTS, "agent_tools.commands:mcp", "Offer the rl_* tools over the Model Context Protocol."),
+    "tools": (_AGENTS, "agent_tools.commands:tools", "Print the schemas of the rl_* tools."),
+}
 
 # sections of the config that an extra declares: name -> its class
 SETTINGS = {
@@ -85,14 +72,14 @@ PROVIDES = {
     "palestra/smollm2": "gguf.read:smollm2_file",
     "GGUF files": "gguf.read:cached_conversion",
     "--to gguf": "gguf.export:to_gguf",
-    "to_ollama": "gguf.ollama:to_ollama",
-    "--to html": "dashboard.export_page:page_of_run",
+    "to_ollama": "gguf.export:to_ollama",
+    "--to html": "dashboard.transcripts:page_of_run",
     "traces of other programs": "record.trace_formats:to_chat",
     "environments of other libraries": "adapters.by_name:BY_NAME",
     "reasoning-gym": "environments.reasoning_gym:task_names",
     "runs over the wire": "atropos.runs",
     "StepTrainer": "step_trainer.trainer:StepTrainer",
-    "arguments of TRL": "trl.arguments:read_arguments",
+    "arguments of TRL": "trl.config:read_arguments",
     "the dashboard": "dashboard.app:app_of_runs",
     "venvs of Atropos environments": "atropos.atropos",
     "settings of runs over the wire": "atropos:WIRE_DEFAULTS",

@@ -236,7 +236,8 @@ async def test_registrations_are_bounded_one_row_each_and_survive(tmp_path, monk
 async def test_environments_in_the_journal_of_an_older_version_are_kept(tmp_path):
     old = {"id": 0, "name": "e_0", "desired_name": "e", "weight": 1.0, "max_token_length": 8, "group_size": 2}
     exchange = Exchange(tmp_path)
-    await exchange.journal.do(journal.set_facts(envs=[old | {"min_batch_allocation": None}]))
+    facts = {"envs": [old | {"min_batch_allocation": None}]}
+    await exchange.journal.do(lambda db: journal.set_facts(db, **facts))
     exchange.close()
     for _ in range(2):
         exchange = Exchange(tmp_path)

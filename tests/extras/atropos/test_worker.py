@@ -11,8 +11,8 @@ from palestra.core.errors import PalestraError, RolloutError, SettingError
 from palestra.core.types import Group, Rollout, SamplingParams, Turn
 from palestra.envs.discover import load_env
 from palestra.extras.atropos.protocol import WireClient
+from palestra.extras.atropos.runs import EnvironmentWorker
 from palestra.extras.atropos.server import trajectory_app
-from palestra.extras.atropos.worker import EnvironmentWorker
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.remote import RemotePolicy
 from palestra.rollout.collect import Collector
@@ -135,7 +135,7 @@ def test_a_training_that_is_over_is_not_fed_but_the_next_is_waited_for(api, mode
 
 
 def test_an_inference_server_that_is_never_there_ends_it_with_the_reason(api, model, monkeypatch):
-    monkeypatch.setattr("palestra.extras.atropos.worker._RETRY_S", 0.01)
+    monkeypatch.setattr("palestra.extras.atropos.runs._RETRY_S", 0.01)
     register_trainer(api)
     worker, notes = make_worker(api, model, "http://127.0.0.1:9")
     with pytest.raises(PalestraError, match="--serve-port"):

@@ -8,7 +8,7 @@ import make_runs
 import pytest
 from dashboard_client import api_of
 
-from palestra.extras.dashboard.cheating import find_alarms
+from palestra.extras.dashboard.evaluations import find_alarms
 
 WEIGHTS = {"contains_word": 1.0, "true_answer": 0.0}
 

@@ -7,9 +7,8 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.evals.report import Paired, pair
-from palestra.extras.dashboard.catalog import Catalog
+from palestra.extras.dashboard.catalog import Catalog, by_step, charts, columns, read_rows, sparkline
 from palestra.extras.dashboard.run_routes import RunRoutes, new_lines, recent_lines
-from palestra.extras.dashboard.summaries import by_step, charts, columns, read_rows, sparkline
 from palestra.runs.manager import RunManager
 
 

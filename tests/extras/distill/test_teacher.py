@@ -288,7 +288,7 @@ def test_a_model_learns_from_another_one(tiny: LoadedModel, mixed: Group) -> Non
         for p in tiny.model.parameters():
             p.mul_(1.0 + 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
     learner = LocalLearner(tiny.model, config=config)
-    teacher = teacher_of(config, learner, tiny.tokenizer)
+    teacher = teacher_of(config, learner, tiny.tokenizer, None, None)
     assert isinstance(teacher, ModelTeacher)
     assert rows_of(teacher, config, mixed).weights.tolist() == [1.0] * 3, "phasing out is for hints"
     empty = rows_of(teacher, config, mixed).batch.part(0, 0)
@@ -306,7 +306,7 @@ def test_a_server_scores_the_sampled_tokens_against_all_others(tiny: LoadedModel
         {"distill.teacher_url": serve(inference_app(load_completer("palestra/tiny")))},
     ).with_step_size()
     learner = LocalLearner(tiny.model, config=config)
-    teacher = teacher_of(config, learner, tiny.tokenizer)
+    teacher = teacher_of(config, learner, tiny.tokenizer, None, None)
     assert isinstance(teacher, ServerTeacher)
     rows = rows_of(teacher, config, mixed)
     [(batch, loss)] = rows.parts(learner)
@@ -347,8 +347,8 @@ def test_learners_and_sources_that_cannot_be_distilled_are_rejected(tiny: Loaded
     learner = LocalLearner(tiny.model, config=settings())
     for wrong, word in ((make_loop().learner, "FakeLearner"), (learner, r"distill\.teacher")):
         with pytest.raises(UnsupportedError, match=word):
-            teacher_of(settings(), wrong, tiny.tokenizer)
-    assert teacher_of(RunConfig(), make_loop().learner, tiny.tokenizer) is None
+            teacher_of(settings(), wrong, tiny.tokenizer, None, None)
+    assert teacher_of(RunConfig(), make_loop().learner, tiny.tokenizer, None, None) is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from go_template import render
 from small_tokenizers import CONVERSATION, MARKS, TOOLS, make_byte_level, make_for_family
 
 from palestra.core.errors import InputError, ServiceError, SettingError, UnsupportedError
-from palestra.extras.gguf.ollama import family_of, modelfile, template_of, to_ollama
+from palestra.extras.gguf.export import family_of, modelfile, template_of, to_ollama
 from palestra.models.export.hf import ModelSource, open_source
 
 QWEN_TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\\n' }}

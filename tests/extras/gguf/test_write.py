@@ -27,8 +27,7 @@ from palestra.core.errors import (
     UnsupportedError,
 )
 from palestra.extras.gguf.config import ARCHITECTURES, config_to_gguf
-from palestra.extras.gguf.export import find_llama_quantize, to_gguf, write_gguf
-from palestra.extras.gguf.ollama import modelfile
+from palestra.extras.gguf.export import find_llama_quantize, modelfile, to_gguf, write_gguf
 from palestra.models.export.hf import open_source
 
 

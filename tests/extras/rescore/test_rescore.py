@@ -3,7 +3,7 @@
 from palestra.core.group_codec import rollout_to_dict
 from palestra.core.types import Message, Problem, Rollout, Score, ToolCall, ToolResult
 from palestra.evals.measures import as_measures, fail_reason, measure
-from palestra.extras.rescore.rescore import rescore
+from palestra.extras.rescore.command import rescore
 
 
 def record(step: int, answer: str, passed: bool) -> dict:

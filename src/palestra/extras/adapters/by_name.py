@@ -8,6 +8,7 @@ openenv:URL      a server that runs there
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
@@ -45,14 +46,8 @@ class NamedGymEnv(GymEnv):
     env_config_cls: ClassVar[type[BaseModel]] = GymConfig
 
     def __init__(self, config: GymConfig) -> None:
-        make = _library("gymnasium").make
-        super().__init__(
-            lambda: make(config.target, **config.arguments),
-            config.question,
-            config.actions,
-            config,
-            config.invalid_reward,
-        )
+        make = partial(_library("gymnasium").make, config.target, **config.arguments)
+        super().__init__(make, config.question, config.actions, config, config.invalid_reward)
 
 
 class NamedOpenEnv(OpenEnv):

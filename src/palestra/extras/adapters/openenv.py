@@ -87,8 +87,7 @@ class OpenEnv(Env):
     def _connect(self) -> Any:
         from websockets.sync.client import connect
 
-        url = f"{_with_scheme(self._url, 'ws')}/ws"
-        return connect(url, open_timeout=_TIMEOUT_S, max_size=_MAX_BYTES)
+        return connect(f"{_with_scheme(self._url, 'ws')}/ws", open_timeout=_TIMEOUT_S, max_size=_MAX_BYTES)
 
     def tools(self) -> Sequence[Tool]:
         """One tool that takes the server's action; of a server of MCP tools, its tools."""

@@ -52,8 +52,7 @@ class VerifiersEnv(Env):
         held_out = [self._problem(row) for row in self.theirs.get_eval_dataset(self.config.held_out_size)]
         inputs = {p.input for p in held_out}
         if inputs <= {p.input for p in train}:  # it has none of its own, and gave the training ones
-            share = self.config.held_out_share
-            return [p for p in train if is_held_out(p, share) == (split == "held_out")]
+            return [p for p in train if is_held_out(p, self.config.held_out_share) == (split == "held_out")]
         return held_out if split == "held_out" else [p for p in train if p.input not in inputs]
 
     def _problem(self, row: Mapping[str, Any]) -> Problem:
@@ -216,10 +215,8 @@ class TasksetEnv(Env):
                 if runtime is not None and runtime.default is inspect.Parameter.empty:
                     needs.append(f"a runtime for its {kind} {function.__name__}")
         needs += ["a judge model"] if getattr(task.config, "judges", None) else []
-        prepares = [
-            c for c in type(task).__mro__ if "setup" in vars(c) and not c.__module__.startswith("verifiers.v1.task")
-        ]
-        needs += ["a runtime that its setup prepares"] if prepares else []
+        own = [c for c in type(task).__mro__ if "setup" in vars(c) and not c.__module__.startswith("verifiers.v1.task")]
+        needs += ["a runtime that its setup prepares"] if own else []
         if missing := [*_toolsets(self.taskset), *needs]:
             raise UnsupportedError(
                 f"{type(task).__name__} needs {', '.join(missing)}, which this adapter has not; run it with verifiers' "
@@ -239,8 +236,7 @@ class TasksetEnv(Env):
 
     def _problem(self, task: Any) -> Problem:
         opening = [Message("system", task.data.system_prompt)] if task.data.system_prompt else []
-        messages = (*opening, *_messages(task.data.prompt))
-        return Problem("", messages, row={"task": task})
+        return Problem("", (*opening, *_messages(task.data.prompt)), row={"task": task})
 
     async def score(self, answer: str) -> dict[str, float]:
         task = self.problem.row["task"]

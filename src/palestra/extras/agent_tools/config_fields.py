@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
@@ -148,11 +149,7 @@ def describe(
 
 
 def describe_env(
-    entry: DiscoveredEnv,
-    settings: Mapping[str, Any] | None = None,
-    *,
-    timeout_s: float = 180.0,
-    python: Path | None = None,
+    env: DiscoveredEnv, settings: Mapping[str, Any] | None = None, timeout_s: float = 180, python: Path | None = None
 ) -> EnvDescription:
     """Ask the environment for its config, with `settings` laid over it; what does not fit raises PalestraError.
 
@@ -161,27 +158,20 @@ def describe_env(
     if not _DESCRIBED_AT_ONCE.acquire(timeout=_DESCRIBE_WAIT_S):
         raise ResourceError("this server is reading the settings of too many environments; ask again in a minute")
     try:
-        return _ask_env(entry, {**entry.preset, **(settings or {})}, timeout_s, python)
+        package, roots = package_of(env.file_path)
+        names = {"file": str(env.file_path), "class_name": env.class_name, "roots": [str(root) for root in roots]}
+        settings = {**env.preset, **(settings or {})}
+        with tempfile.TemporaryDirectory() as home, tempfile.TemporaryFile() as stderr:
+            environ = clean_environment() | {"HOME": home}
+            with closing(ChildProcess(python or sys.executable, environ, home, stderr)) as child:
+                answer = child.ask("describe", timeout_s, settings=settings, package=package, **names)
+        return EnvDescription(list(answer["fields"]), dict(answer["run_settings"]))
     except ChildTimeout as error:
         raise UserCodeError(
-            f"the config of {entry.name} cannot be read: {error}. If this machine is busy, try again or raise "
+            f"the config of {env.name} cannot be read: {error}. If this machine is busy, try again or raise "
             "limits.config_minutes in the site file; otherwise import and config_init should load no data or model"
         ) from None
     except (ChildFailed, TypeError, KeyError, ValueError) as error:
-        raise UserCodeError(f"the config of {entry.name} cannot be read: {error}") from None
+        raise UserCodeError(f"the config of {env.name} cannot be read: {error}") from None
     finally:
         _DESCRIBED_AT_ONCE.release()
-
-
-def _ask_env(
-    entry: DiscoveredEnv, settings: Mapping[str, Any], timeout_s: float, python: Path | None
-) -> EnvDescription:
-    with tempfile.TemporaryDirectory() as home, tempfile.TemporaryFile() as stderr:
-        child = ChildProcess(python or sys.executable, clean_environment() | {"HOME": home}, home, stderr)
-        package, roots = package_of(entry.file_path)
-        names = {"file": str(entry.file_path), "class_name": entry.class_name, "roots": [str(root) for root in roots]}
-        try:
-            answer = child.ask("describe", timeout_s, settings=settings, package=package, **names)
-            return EnvDescription(list(answer["fields"]), dict(answer["run_settings"]))
-        finally:
-            child.close()

@@ -12,7 +12,6 @@ from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import PalestraError, UserCodeError, did_you_mean
 from palestra.core.files import slug
 from palestra.envs.discover import DiscoveredEnv
-from palestra.extras.agent_tools.agent_settings import is_hub_name, refuse_keys_for_unknown_hosts
 from palestra.extras.agent_tools.answers import Refusal, closest, short
 from palestra.extras.agent_tools.config_fields import TRACKING_NAME, ConfigField, EnvDescription, run_fields
 from palestra.extras.agent_tools.locks import (
@@ -22,9 +21,11 @@ from palestra.extras.agent_tools.locks import (
     ServerLocks,
     Site,
     as_setting,
+    is_hub_name,
     lifted_locks,
     locked_settings,
     locks_of,
+    refuse_keys_for_unknown_hosts,
 )
 from palestra.runs.manager import RunRequest
 from palestra.runs.request import LOCAL_ONLY
@@ -69,8 +70,7 @@ class PendingRunConfig:
         try:
             RunConfig.build(description.run_settings)
         except PalestraError as error:
-            text = f"the run_settings of {env.name} ({env.file_path}) are wrong: {error}"
-            raise UserCodeError(text) from None
+            raise UserCodeError(f"the run_settings of {env.name} ({env.file_path}) are wrong: {error}") from None
         is_atropos = env.dialect == "atropos"
         rows = [row for row in description.fields if not (is_atropos and row["name"] in _OF_TRAINER)]
         own = {row["name"]: ConfigField(**row, also=_SAME.get(row["name"]) if is_atropos else None) for row in rows}

@@ -19,7 +19,6 @@ from palestra.evals.findings import recorded_findings
 from palestra.extras.agent_tools.answers import Refusal, page, require_page, short
 from palestra.extras.agent_tools.config_fields import TRACKING_NAME, Progress, describe
 from palestra.extras.agent_tools.inference import InferenceTest
-from palestra.extras.agent_tools.session import Session
 from palestra.runs.index import PARTS
 from palestra.runs.manager import Run
 from palestra.runs.tracking import needs_wandb_key
@@ -41,7 +40,7 @@ _STOP_WAIT_S = 60.0
 class Call:
     """One call of a tool: its session, where its progress is reported, and whether it was cancelled."""
 
-    tools: Session
+    tools: Any  # the RlTools of the client, which calls it
     progress: Progress
     cancelled: threading.Event
 
@@ -275,8 +274,7 @@ TOOLS: Mapping[str, Tool] = {tool.name: tool for tool in _TOOLS}
 
 def _header(run: Run) -> dict[str, Any]:
     """The fields that every answer about a run begins with."""
-    until = run.ended or time.time()
-    minutes = round(max(0.0, until - run.started) / 60, 1) if run.started else 0.0
+    minutes = round(max(0.0, (run.ended or time.time()) - run.started) / 60, 1) if run.started else 0.0
     return {
         "run_id": run.run_id,
         "status": run.state,

@@ -171,9 +171,7 @@ def _resumable(manager: RunManager, name: str, trust: bool) -> str:
     refuse_busy(run.path)
     if not run.request_file.is_file() and "atropos" not in run.record:
         command = run.wire_command or f"palestra train --resume {name}"
-        raise UnreadableFileError(
-            f"{run.path} does not say which Atropos environment it had; continue it with: {command}"
-        )
+        raise UnreadableFileError(f"{run.path} does not say which Atropos environment it had; run: {command}")
     return manager.adopt(run)
 
 

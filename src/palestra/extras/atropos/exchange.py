@@ -102,7 +102,7 @@ class Exchange:
         """Change facts, here and in the journal."""
         for name, value in facts.items():
             setattr(self, name, value)
-        await self.journal.do(journal.set_facts(**facts))
+        await self.journal.do(lambda db: journal.set_facts(db, **facts))
 
     def close(self) -> None:
         self.journal.close()
@@ -131,12 +131,12 @@ class Exchange:
         weight = 1.0 if request.weight is None else request.weight
         env = RegisteredEnv(**request.model_dump() | named | {"weight": weight})
         self.envs.append(env)
-        await self.journal.do(journal.save_env(env.model_dump()))
+        await self.journal.do(lambda db: journal.save_env(db, env.model_dump()))
         return env
 
     async def disconnect_env(self, env_id: int) -> None:
         env = self.envs[env_id] = self.env(env_id).model_copy(update={"connected": False})
-        await self.journal.do(journal.save_env(env.model_dump()))
+        await self.journal.do(lambda db: journal.save_env(db, env.model_dump()))
 
     def env(self, env_id: int) -> RegisteredEnv:
         if not 0 <= env_id < len(self.envs):
@@ -169,8 +169,9 @@ class Exchange:
         if full:
             raise QueueFull(f"{full}; try again when the trainer has taken some")
         self._writing, self._writing_bytes = self._writing + sequences, self._writing_bytes + size
+        rows = [(group.env_id, group.sequences, group.body) for group in groups]
         try:
-            queued = await self.journal.do(journal.add_groups([(g.env_id, g.sequences, g.body) for g in groups], key))
+            queued = await self.journal.do(lambda db: journal.add_groups(db, rows, key))
         finally:
             self._writing, self._writing_bytes = self._writing - sequences, self._writing_bytes - size
         if queued is None:
@@ -206,7 +207,7 @@ class Exchange:
                     if step is not None or number > self.counted:  # made before the trainer was resumed
                         facts |= {"step": (self.step if step is None else step) + 1, "counted": number}
                     await self._set(**facts)
-                    return Delivery(number, await self.journal.do(journal.batch_bodies(number)))
+                    return Delivery(number, await self.journal.do(lambda db: journal.batch_bodies(db, number)))
             delivery = await self._make(after, step)
             if delivery is None and self.held:
                 await self._set(held=0)
@@ -221,13 +222,13 @@ class Exchange:
         await self._set(suspect=(self.held, deaths + 1 if batch == self.held else 1))
         if self.suspect[1] >= _MAX_DEATHS:
             path = self.folder / f"set-aside-batch-{self.held}.jsonl"
-            await self.journal.do(journal.set_aside(self.held, path))
+            await self.journal.do(lambda db: journal.set_aside(db, self.held, path))
             self._unsaved.remove(self.held)
             log.warning("batch %d is set aside in %s: the trainer ended on it %d times", self.held, path, _MAX_DEATHS)
 
     async def _delete(self, up_to: int) -> None:
         if any(number <= up_to for number in self._unsaved):
-            await self.journal.do(journal.delete_batches(up_to))
+            await self.journal.do(lambda db: journal.delete_batches(db, up_to))
             self._unsaved = [number for number in self._unsaved if number > up_to]
 
     async def _make(self, after: int | None, step: int | None) -> Delivery | None:
@@ -238,7 +239,7 @@ class Exchange:
             return None
         number, step = max(self.last_batch, after or 0) + 1, (self.step if step is None else step) + 1
         ids = {group.id for group in batch}
-        bodies = await self.journal.do(journal.make_batch(number, sorted(ids), step))
+        bodies = await self.journal.do(lambda db: journal.make_batch(db, number, sorted(ids), step))
         self.waiting = [group for group in self.waiting if group.id not in ids]
         self.waiting_sequences -= self.registration.batch_size
         self.waiting_bytes -= sum(group.size for group in batch)
@@ -254,8 +255,7 @@ class Exchange:
         if not batch_size or self.waiting_sequences < batch_size:
             return None
         sizes = sorted({group.sequences for group in self.waiting})
-        alike = math.gcd(*sizes, *(env.group_size for env in self.envs if env.connected))
-        if batch_size % alike:
+        if batch_size % math.gcd(*sizes, *(env.group_size for env in self.envs if env.connected)):
             return (
                 f"{self.waiting_sequences} sequences wait in groups of {', '.join(map(str, sizes))}, which never add "
                 f"up to a batch of {batch_size}; make the batch a multiple of the groups' size "
@@ -284,12 +284,11 @@ class Exchange:
         free = sum(max(0, n - (0 if e is None else minimums.get(e, 0))) for e, n in counts.items() if e != env_id)
         total = sum(e.max_token_length * max(0.0, e.weight) for e in connected)
         share = env.max_token_length * env.weight / total if total > 0 else 1.0
-        allocated = sum(e.min_batch_allocation or 0.0 for e in connected)
         return {
             "current_step": self.step,
             "num_steps": self.registration.num_steps if self.registration else 0,
             "queue_size": (counts[env_id] + free) // group_size,
-            "unallocated_fraction": 1.0 - min(allocated, 1.0),
+            "unallocated_fraction": 1.0 - min(sum(e.min_batch_allocation or 0.0 for e in connected), 1.0),
             "self_queue_size": counts[env_id] // group_size,
             "max_group_size": largest,
             "env_weight": max(_MIN_WEIGHT, share),

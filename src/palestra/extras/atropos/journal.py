@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from palestra.core.files import write_text
-from palestra.core.journal import Change
 
 _KEYS_KEPT = 100_000
 TABLES = """
@@ -44,67 +43,56 @@ def facts(db: sqlite3.Connection) -> dict[str, Any]:
     return {name: json.loads(value) for name, value in db.execute("SELECT name, value FROM facts")}
 
 
-def set_facts(**values: Any) -> Change:
+def set_facts(db: sqlite3.Connection, **values: Any) -> None:
     rows = [(name, json.dumps(value, default=BaseModel.model_dump)) for name, value in values.items()]
-    return lambda db: db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows).rowcount
+    db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows)
 
 
 def envs(db: sqlite3.Connection) -> list[dict[str, Any]]:
     """The registered environments by id; those of older journals lie in one fact."""
     for env in facts(db).get("envs", []):
-        save_env(env)(db)
+        save_env(db, env)
     db.execute("DELETE FROM facts WHERE name = 'envs'")
     return [json.loads(settings) for (settings,) in db.execute("SELECT settings FROM envs ORDER BY id")]
 
 
-def save_env(env: dict[str, Any]) -> Change:
-    row = env["id"], json.dumps(env)
-    return lambda db: db.execute("INSERT OR REPLACE INTO envs VALUES (?, ?)", row).rowcount
+def save_env(db: sqlite3.Connection, env: dict[str, Any]) -> None:
+    db.execute("INSERT OR REPLACE INTO envs VALUES (?, ?)", (env["id"], json.dumps(env)))
 
 
-def add_groups(rows: Sequence[tuple[int | None, int, bytes]], key: str | None) -> Callable[[Any], list[Queued] | None]:
+def add_groups(
+    db: sqlite3.Connection, rows: Sequence[tuple[int | None, int, bytes]], key: str | None
+) -> list[Queued] | None:
     """Queue (env_id, sequences, body) rows; None when this key was seen before."""
-
-    def change(db: sqlite3.Connection) -> list[Queued] | None:
-        if key is not None:
-            if db.execute("SELECT 1 FROM posts WHERE key = ?", (key,)).fetchone():
-                return None
-            last = db.execute("INSERT INTO posts (key) VALUES (?)", (key,)).lastrowid
-            db.execute("DELETE FROM posts WHERE id <= ?", ((last or 0) - _KEYS_KEPT,))
-        insert = "INSERT INTO groups (env_id, sequences, body) VALUES (?, ?, ?)"
-        return [Queued(db.execute(insert, row).lastrowid or 0, *row[:2], len(row[2])) for row in rows]
-
-    return change
+    if key is not None:
+        if db.execute("SELECT 1 FROM posts WHERE key = ?", (key,)).fetchone():
+            return None
+        last = db.execute("INSERT INTO posts (key) VALUES (?)", (key,)).lastrowid
+        db.execute("DELETE FROM posts WHERE id <= ?", ((last or 0) - _KEYS_KEPT,))
+    insert = "INSERT INTO groups (env_id, sequences, body) VALUES (?, ?, ?)"
+    return [Queued(db.execute(insert, row).lastrowid or 0, *row[:2], len(row[2])) for row in rows]
 
 
-def make_batch(number: int, ids: Sequence[int], step: int) -> Callable[[Any], list[bytes]]:
+def make_batch(db: sqlite3.Connection, number: int, ids: Sequence[int], step: int) -> list[bytes]:
     """Number the groups of a batch and give their bodies in order."""
-
-    def change(db: sqlite3.Connection) -> list[bytes]:
-        db.executemany("UPDATE groups SET batch = ? WHERE id = ?", [(number, i) for i in ids])
-        set_facts(step=step, last_batch=number, counted=number, held=number)(db)
-        return batch_bodies(number)(db)
-
-    return change
+    db.executemany("UPDATE groups SET batch = ? WHERE id = ?", [(number, i) for i in ids])
+    set_facts(db, step=step, last_batch=number, counted=number, held=number)
+    return batch_bodies(db, number)
 
 
-def batch_bodies(number: int) -> Callable[[sqlite3.Connection], list[bytes]]:
-    return lambda db: [body for (body,) in db.execute("SELECT body FROM groups WHERE batch = ? ORDER BY id", (number,))]
+def batch_bodies(db: sqlite3.Connection, number: int) -> list[bytes]:
+    return [body for (body,) in db.execute("SELECT body FROM groups WHERE batch = ? ORDER BY id", (number,))]
 
 
-def delete_batches(up_to: int) -> Change:
+def delete_batches(db: sqlite3.Connection, up_to: int) -> None:
     """Delete the groups of batches that the trainer has saved."""
-    return lambda db: db.execute("DELETE FROM groups WHERE batch <= ?", (up_to,)).rowcount
+    db.execute("DELETE FROM groups WHERE batch <= ?", (up_to,))
 
 
-def set_aside(number: int, path: Path) -> Change:
+def set_aside(db: sqlite3.Connection, number: int, path: Path) -> None:
     """Move a batch out of the journal, into a file of one group a line."""
-
-    def change(db: sqlite3.Connection) -> None:
-        write_text(path, b"".join(body + b"\n" for body in batch_bodies(number)(db)).decode())
-        db.execute("DELETE FROM groups WHERE batch = ?", (number,))
-
-    return change
+    write_text(path, b"".join(body + b"\n" for body in batch_bodies(db, number)).decode())
+    db.execute("DELETE FROM groups WHERE batch = ?", (number,))
 
 
 def queue(db: sqlite3.Connection) -> tuple[list[Queued], list[int], bytes | None]:

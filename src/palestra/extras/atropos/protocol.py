@@ -159,9 +159,7 @@ class ScoredGroup(Body):
             raise ValueError(f"tokens: sequence {lengths.index(0)} is empty")
         for name in (*_columns("per sequence"), *_columns("per token")):
             if (rows := getattr(self, name)) is not None and len(rows) != len(lengths):
-                raise ValueError(
-                    f"{name} has {len(rows)} entries; expected one for each of the {len(lengths)} sequences"
-                )
+                raise ValueError(f"{name} has {len(rows)} entries; expected {len(lengths)}, one for each sequence")
         for name in _columns("per token"):
             for i, row in enumerate(getattr(self, name) or ()):
                 if len(row) != lengths[i]:
@@ -290,8 +288,7 @@ class WireClient:
         headers = {"Idempotency-Key": key} if key else {}
         url = f"{self.url.rstrip('/')}{path}"
         request = Request(url, body, method or "", self.token, headers, max_bytes=_MAX_BATCH_BYTES)
-        retries = Retries(busy_s=self.give_up_s, unreachable_s=gone_s)
-        asking = asyncio.ensure_future(ask_async(request, retries))
+        asking = asyncio.ensure_future(ask_async(request, Retries(busy_s=self.give_up_s, unreachable_s=gone_s)))
         try:
             done, _ = await asyncio.wait({asking}, timeout=_SLOW_S)
             if not done:

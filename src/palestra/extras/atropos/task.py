@@ -43,9 +43,7 @@ _DROPPED_GROUPS = 64  # sampled, more than any environment attempts at a time, a
 _MAX_LOG_BYTES, _LOG_TAIL_BYTES = 16 * 2**20, 2**20
 _TROUBLE = re.compile(r"error|exception|fail|skipp|refus|invalid|too long|cannot|not support", re.IGNORECASE)
 _FRAME = re.compile(r"File |raise |During handling|The above exception|Traceback")
-_NO_CONNECTION = re.compile(
-    r"ClientConnector|ConnectError|APIConnectionError|Connection (refused|error)", re.IGNORECASE
-)
+_NO_CONNECTION = re.compile(r"ClientConnector|ConnectError|APIConnectionError|Connection (refused|error)", re.I)
 _REMEDIES = {
     "Scores are the same": "--env.ensure_scores_are_not_same false posts groups with equal scores, too",
     "Token length is too long": "raise --env.max_token_length",
@@ -277,9 +275,7 @@ class WireSource(GroupSource):
             if groups := self._read(rows, version):
                 self.step += 1
                 return groups
-        raise UserCodeError(
-            f"{_EMPTY_BATCHES} batches in a row held no group that can be trained; the last because {self._last_error}"
-        )
+        raise UserCodeError(f"{_EMPTY_BATCHES} batches in a row held nothing to train; last: {self._last_error}")
 
     def _note_once(self, subject: str, text: str) -> None:
         if text and subject not in self._noted:

@@ -23,9 +23,8 @@ from palestra.core.errors import SettingError, StateError, text_of
 from palestra.core.files import folder_size
 from palestra.core.secrets import own_environment, redact
 from palestra.extras.dashboard.answers import Event, answer, events
-from palestra.extras.dashboard.catalog import Catalog, CatalogRun
+from palestra.extras.dashboard.catalog import Catalog, CatalogRun, actions, summary
 from palestra.extras.dashboard.rollout_index import RolloutIndex
-from palestra.extras.dashboard.summaries import actions, summary
 from palestra.runs.request import PALESTRA
 from palestra.servers.web import Form, SubjectBody, TestBody, read_model, refuse
 
@@ -51,8 +50,7 @@ def _post(path: str, form: type[Any], act: Callable[[Request, Any], Any], status
     """A route whose body is a form. Its handler runs in a thread: a stop waits, a form asks a process."""
 
     async def handler(request: Request) -> Response:
-        body = await read_model(request, form)
-        return answer(await asyncio.to_thread(act, request, body), status)
+        return answer(await asyncio.to_thread(act, request, await read_model(request, form)), status)
 
     return Route(path, handler, methods=["POST"])
 

@@ -114,9 +114,7 @@ def _asked(request: Request) -> str:
 STATIC = Path(__file__).with_name("static")
 
 
-def dashboard_app(
-    catalog: Catalog, token: str, *, launcher: Launcher | None = None, path: Path | None = None
-) -> Access:
+def dashboard_app(catalog: Catalog, token: str, launcher: Launcher | None = None, path: Path | None = None) -> Access:
     """The application; `path` was opened instead of the index of runs. Without a launcher it is read-only."""
     jobs = Jobs()
     changing = [] if launcher is None else ActionRoutes(catalog, jobs, launcher).routes()

@@ -45,6 +45,5 @@ def command(
     manager = RunManager()
     can_start = is_installed("agent_tools")
     launcher = provided("the form of the dashboard")(manager, folders=agents_folder) if can_start else None
-    catalog = Catalog(manager, folders, trust=trust)
-    app = dashboard_app(catalog, token, launcher=launcher, path=path)
+    app = dashboard_app(Catalog(manager, folders, trust=trust), token, launcher=launcher, path=path)
     run_server(app, socket, "the dashboard is at", f"/?token={quote(token, safe='')}")

@@ -82,9 +82,7 @@ class RolloutIndex:
             except sqlite3.DatabaseError:  # damaged: all that is in it is in the files, too
                 path.unlink(missing_ok=True)
                 return closing(_connect(path))
-        raise StorageError(
-            f"no index can be written next to {self.folder.path}, nor in {cache_folder()}; free some space"
-        )
+        raise StorageError(f"no index can be written to {self.folder.path} or {cache_folder()}; free some space")
 
     def update(self, kinds: list[str] | None = None, *, within_s: float | None = None) -> float:
         """Index new lines for at most `within_s`; return the share of bytes that are indexed (1.0: all)."""
@@ -139,8 +137,7 @@ class RolloutIndex:
             position = _checked_position(db, kind, file)
             file.seek(position)
             position, ended = self._add_lines(db, kind, file, position)
-            inode = path.stat().st_ino
-            db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?)", (kind, inode, position))
+            db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?)", (kind, path.stat().st_ino, position))
         return position, ended
 
     def _add_lines(self, db: sqlite3.Connection, kind: str, file: IO[bytes], position: int) -> tuple[int, bool]:

@@ -20,10 +20,9 @@ from palestra.core.errors import InputError, PalestraError, SettingError
 from palestra.extras.dashboard import evaluations, transcripts
 from palestra.extras.dashboard.answers import answer, whole
 from palestra.extras.dashboard.catalog import Catalog
-from palestra.extras.dashboard.export_page import MAX_GROUPS, page_of_run, record_page
 from palestra.extras.dashboard.rollout_index import ADVANTAGE, RolloutIndex
 from palestra.extras.dashboard.rollout_row import search_text, shown, snippet
-from palestra.extras.dashboard.transcripts import require_id
+from palestra.extras.dashboard.transcripts import MAX_GROUPS, page_of_run, record_page, require_id
 from palestra.servers.web import parse, refuse
 
 _SORTS = {

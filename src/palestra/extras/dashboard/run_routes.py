@@ -16,10 +16,18 @@ from palestra.core.errors import NotFoundError
 from palestra.core.files import read_from
 from palestra.core.secrets import redact
 from palestra.extras.dashboard.answers import Event, answer, events, number, paged, whole
-from palestra.extras.dashboard.catalog import Catalog, CatalogRun
-from palestra.extras.dashboard.cheating import suspicion
-from palestra.extras.dashboard.evaluations import evaluations
-from palestra.extras.dashboard.summaries import by_step, charts, columns, details, findings, read_rows, summary
+from palestra.extras.dashboard.catalog import (
+    Catalog,
+    CatalogRun,
+    by_step,
+    charts,
+    columns,
+    details,
+    findings,
+    read_rows,
+    summary,
+)
+from palestra.extras.dashboard.evaluations import evaluations, suspicion
 from palestra.runs.reader import tail
 
 _LIST_EVERY_S = 2.0
@@ -160,8 +168,7 @@ def _log(entry: CatalogRun, request: Request) -> tuple[str | None, Path | None]:
 
 def recent_lines(path: Path, count: int) -> tuple[list[str], int]:
     """The last whole lines, and where the line after them begins."""
-    size = path.stat().st_size if path.is_file() else 0
-    start = max(0, size - _BLOCK)
+    start = max(0, (path.stat().st_size if path.is_file() else 0) - _BLOCK)
     lines, position = new_lines(path, start)
     return lines[1 if start else 0 :][-count:], position  # the first may have begun before the block
 

@@ -64,8 +64,7 @@ class DistillRows:
         theirs = self.teacher.logprobs(teacher_batch(batch, self.prompts, ids))
         gain = teacher_gain(batch, self.passed, ids, theirs.reshape(ids.shape) - ours)
         self.metrics.update({} if gain is None else {"teacher_gain": gain})
-        counts = batch.count(batch.predicted(batch.policy_mask))
-        weights = np.repeat(np.repeat(self.weights, counts), ids.shape[1])
+        weights = np.repeat(np.repeat(self.weights, batch.count(batch.predicted(batch.policy_mask))), ids.shape[1])
         targets = candidates(batch, ids, {TEACHER: theirs, WEIGHT: weights})
         parts = replace(batch, targets=targets).minibatches(self.config.train.minibatches)
         loss = DistillLoss(
@@ -112,8 +111,7 @@ def teacher_gain(batch: Batch, passed: Array, ids: Array, differences: Array) ->
     that passed against those that failed, in groups with both. None where there is no such group. A teacher whose gain
     is not above 0 does not know what makes an attempt good.
     """
-    trained = batch.predicted(batch.policy_mask)
-    at = np.flatnonzero(trained)
+    at = np.flatnonzero(batch.predicted(batch.policy_mask))
     is_sampled = ids == batch.token_ids[at][:, None]
     place, column = np.nonzero(is_sampled)  # places whose sampled token is among the candidates
     row = batch.row_of(at[place])
@@ -134,8 +132,7 @@ def candidates(batch: Batch, ids: Array, inputs: Mapping[str, Array], shifts: Ar
     places = at - np.repeat(batch.offsets[:-1], counts)
     if shifts is not None:
         places += np.repeat(shifts, counts)
-    offsets = np.cumsum([0, *(counts * k)])
-    return Targets(ids.ravel(), np.repeat(places, k), offsets, inputs, per_place=k)
+    return Targets(ids.ravel(), np.repeat(places, k), np.cumsum([0, *(counts * k)]), inputs, per_place=k)
 
 
 def teacher_batch(batch: Batch, prompts: Sequence[Array], ids: Array) -> Batch:
@@ -261,9 +258,7 @@ class ServerTeacher(Teacher):
         try:
             return cls(url.rstrip("/"), str(found["data"][0]["id"]))
         except (KeyError, IndexError, TypeError):
-            raise ServiceError(
-                f"distill.teacher_url = {url} lists no model at /v1/models; give a server of one"
-            ) from None
+            raise ServiceError(f"distill.teacher_url = {url} lists no model at /v1/models; set another") from None
 
     def logprobs(self, batch: Batch) -> Array:
         targets, rows = batch.targets, batch.split(batch.token_ids)
@@ -292,11 +287,7 @@ class ServerTeacher(Teacher):
 
 
 def teacher_of(
-    config: RunConfig,
-    learner: Learner,
-    tokenizer: Any,
-    environment: Environment | None = None,
-    context_tokens: int | None = None,
+    config: RunConfig, learner: Learner, tokenizer: Any, environment: Environment | None, context_tokens: int | None
 ) -> Teacher | None:
     """The teacher that the config asks for; None while `distill.coefficient` is 0.
 

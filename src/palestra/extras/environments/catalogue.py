@@ -41,10 +41,8 @@ class Catalogue(Env):
                 return row | {"input": question, "expect": mine + theirs}
             case _:
                 question = f"Which has the higher {field}, the {one} or the {other}? Say 'equal' if neither."
-                return row | {
-                    "input": question,
-                    "expect": "equal" if mine == theirs else max((mine, one), (theirs, other))[1],
-                }
+                expect = "equal" if mine == theirs else max((mine, one), (theirs, other))[1]
+                return row | {"input": question, "expect": expect}
 
     def look_up(self, item: str) -> dict[str, int]:
         """Price, weight and stock of one item.

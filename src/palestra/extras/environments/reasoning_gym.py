@@ -116,9 +116,7 @@ class ReasoningGym(Env):
         if task not in task_names():
             raise NotFoundError(f"reasoning-gym has no dataset {task!r}.{did_you_mean(task, task_names())}")
         if task in WRONG_SCORERS:
-            raise UnsupportedError(
-                f"reasoning-gym's scorer of {task} is wrong: {WRONG_SCORERS[task]}; choose another dataset"
-            )
+            raise UnsupportedError(f"the scorer of {task} is wrong: {WRONG_SCORERS[task]}; choose another dataset")
         self.datasets: list[Any] = []
         self.dataset(0)
         if not self.config.answer_tags:

@@ -82,9 +82,7 @@ def rope_from_gguf(file: GgufFile, head_dim: int, local_theta: float = 0.0) -> d
     elif _FACTORS["long_factor"] in file.tensors:
         kind, rope = "longrope", rope | {name: file.tensor(tensor).tolist() for name, tensor in _FACTORS.items()}
     elif kind not in ("default", "linear", "yarn"):
-        raise UnsupportedError(
-            f"{file.path} has the RoPE scaling {kind!r}, which is not supported; give the model's Hugging Face folder"
-        )
+        raise UnsupportedError(f"{file.path} has the unsupported RoPE scaling {kind!r}; give the Hugging Face folder")
     rope["rope_type"] = kind
     if size != head_dim:
         rope["partial_rotary_factor"] = size / head_dim
@@ -167,9 +165,7 @@ def _fit_llama3(file: GgufFile, theta: float, size: int) -> dict[str, Any]:
         rope |= {"low_freq_factor": _LOW, "high_freq_factor": _HIGH}
         if np.allclose(_llama3_divisors(rope, wavelengths), divisors, rtol=1e-4):
             return rope
-    raise UnsupportedError(
-        f"{file.path} scales RoPE frequencies in another way than Llama 3; give the model's Hugging Face folder"
-    )
+    raise UnsupportedError(f"{file.path} scales RoPE frequencies unlike Llama 3; give the Hugging Face folder")
 
 
 @dataclass(frozen=True)
@@ -306,9 +302,7 @@ def config_to_gguf(config: Any) -> dict[str, str | int | float]:
     architecture = architecture_of(config)
     scale, derived = getattr(config, "query_pre_attn_scalar", None), _attention_scale(architecture, config)
     if scale is not None and scale != derived:
-        raise UnsupportedError(
-            f"query_pre_attn_scalar={scale} cannot be written as GGUF: llama.cpp uses {derived} for this shape"
-        )
+        raise UnsupportedError(f"query_pre_attn_scalar={scale} is not GGUF's: llama.cpp uses {derived} for this shape")
     fields = _written(lambda name: getattr(config, name, None), _NUMBERS)
     fields |= dict.fromkeys(("attention.key_length", "attention.value_length"), head_dim_of(config))
     return fields | {"vocab_size": config.vocab_size} | _window_to_gguf(architecture, config) | rope_to_gguf(config)
@@ -342,8 +336,6 @@ def _window_to_gguf(architecture: Architecture, config: Any) -> dict[str, int]:
     full = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
     period = full[0] + 1 if full else max(default, config.num_hidden_layers + 1)
     if full != list(range(period - 1, config.num_hidden_layers, period)):
-        raise UnsupportedError(
-            f"GGUF needs layers with full attention at regular intervals; this model has them at {full}"
-        )
+        raise UnsupportedError(f"GGUF needs layers with full attention at regular intervals; this one has {full}")
     pattern = {} if period == default else {"attention.sliding_window_pattern": period}
     return {"attention.sliding_window": window, **pattern}

@@ -99,10 +99,7 @@ def tokenizer_from_gguf(file: GgufFile) -> Any:
         backend = _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens, special)
         _add_special_tokens(backend, file, tokens, special)
     else:
-        raise UnsupportedError(
-            f"{file.path} has a tokenizer of the type {kind!r}; supported are gpt2 (byte-level BPE) "
-            "and llama (SentencePiece)"
-        )
+        raise UnsupportedError(f"{file.path} has a {kind!r} tokenizer; only gpt2 (BPE) and llama are supported")
     context = file.number("context_length", int, 1 << 30)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, model_max_length=context, clean_up_tokenization_spaces=False, **special

@@ -105,10 +105,7 @@ def command(
     extra = {"signal": parameters["signal"], "tool_s": parameters["tool_seconds"]}
     work = work_of(config, shape, device, **rollouts, **extra)
     if shape.context and work.context > shape.context:
-        raise SettingError(
-            f"a rollout of {work.context} tokens; the context of {config.model.name} holds {shape.context}; lower "
-            "--context"
-        )
+        raise SettingError(f"{work.context} tokens; {config.model.name} holds {shape.context}; lower --context")
     planned, steps = estimate(shape, device, work), steps or config.train.max_steps or 100
     _print(console, config.model.name, planned, steps, price)
     return summary(planned, steps, price)
@@ -138,9 +135,7 @@ def _config(
 
 def _device(name: str, parameters: dict[str, Any]) -> Device:
     units = {"memory_gib": 1.0, "bandwidth": 1e12, "tflops": 1e12}
-    known = {
-        name.replace("tflops", "flops"): parameters[name] * unit for name, unit in units.items() if parameters[name]
-    }
+    known = {key.replace("tflops", "flops"): parameters[key] * unit for key, unit in units.items() if parameters[key]}
     if name.startswith("cpu"):
         return replace(cpu(processors(), memory_gib()), **known)
     return Device(name, **known) if len(known) == len(units) else replace(find_device(name), **known)
@@ -219,8 +214,6 @@ def _print(console: Console, name: str, planned: RunEstimate, steps: int, price:
         line(f"it fits: {needed}{rest}", "green")
     else:
         change = planned.changes_that_fit()
-        then = (
-            f"; with these a step takes {duration_text(planned.with_work(change.work).time.total_s)}" if change else ""
-        )
+        then = f"; a step then takes {duration_text(planned.with_work(change.work).time.total_s)}" if change else ""
         line(f"it does not fit: {needed}, and {PLANNED:.0%} can be planned with; {planned.remedy()}{then}", "yellow")
     line(f"by efficiencies {efficiency_of(planned.device).origin}", "dim")

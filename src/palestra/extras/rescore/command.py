@@ -1,8 +1,12 @@
-"""`palestra rescore`: stored rollouts by changed measures."""
+"""`palestra rescore`: changed measures over stored rollouts: what they would have said, without sampling anything."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, groupby, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +16,134 @@ from rich.console import Console
 from palestra.agent_source import load_agent_file
 from palestra.cli.common import PATH, returns_data_at_end, table
 from palestra.cli.find_run import code_for_tools, require_run, require_trust, run_argument, trust_option
+from palestra.core.chat_model import hosting
 from palestra.core.errors import InputError, NotFoundError, SettingError
 from palestra.core.files import import_file, read_jsonl
+from palestra.core.group_codec import rollout_from_dict
 from palestra.core.run_folder import RunFolder
 from palestra.core.text import visible
-from palestra.core.types import Problem
+from palestra.core.types import Problem, Rollout, Score
 from palestra.envs.base import Split
 from palestra.envs.discover import load_env
-from palestra.evals.measures import Measure, as_measures
+from palestra.evals.measures import Measure, MeasureContext, as_measures, run_group_measure
 from palestra.evals.suite import hold_out
-from palestra.extras.rescore.rescore import rescore
+from palestra.rollout.local_models import LocalModels
 from palestra.train.progress import task
+
+_AT_ONCE = 64  # rollouts
+_TIMEOUT_S = 60.0
+_MAX_CHANGED = 100  # changed verdicts that are listed
+
+
+def rescore(
+    records: Iterable[Mapping[str, Any]],
+    measures: Sequence[Measure],
+    problems: Mapping[str, Problem],
+    *,
+    limit: int | None = None,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, Any]:
+    """What the measures say of the rollouts on disk, beside what was said when they were sampled.
+
+    `problems` have what was expected, by id. The state that tools worked on is gone: `ctx.context` is None. Measures
+    that compare attempts get those of one step at one problem.
+    """
+    verdicts: dict[str, list[Verdict]] = {measure.name: [] for measure in measures}
+    changed: list[dict[str, Any]] = []
+    done = missing = 0
+    with hosting(LocalModels()), asyncio.Runner() as runner:  # in this order: the runner copies the context
+        for groups in _chunks(islice(records, limit)):
+            rollouts = [[rollout_from_dict(record) for record in group] for group in groups]
+            contexts = [[_context(rollout, problems) for rollout in group] for group in rollouts]
+            scored = runner.run(_run(measures, contexts))
+            for record, rollout, scores in zip(chain(*groups), chain(*rollouts), scored, strict=True):
+                for measure, new in zip(measures, scores, strict=True):
+                    verdict = Verdict(int(record.get("step") or 0), rollout.scores.get(measure.name), new)
+                    verdicts[measure.name].append(verdict)
+                    if verdict.is_changed and len(changed) < _MAX_CHANGED:
+                        place = {"problem_id": rollout.problem_id, "measure": measure.name}
+                        changed.append({"number": done, **place, **asdict(verdict)})
+                missing += rollout.problem_id not in problems
+                done += 1
+            on_progress(done)
+    return {
+        "count": done,
+        "without_problem": missing,
+        "measures": [{"name": name, **_summary(rows)} for name, rows in verdicts.items()],
+        "step": sorted({verdict.step for rows in verdicts.values() for verdict in rows}),
+        "series": {name: _series(rows) for name, rows in verdicts.items()},
+        "changed": changed,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The old verdict of a measure on a rollout, if it has one, and the new one."""
+
+    step: int
+    old: Score | None
+    new: Score
+
+    @property
+    def is_changed(self) -> bool:
+        old, new = self.old, self.new
+        return old is not None and (old.value, old.passed, old.error) != (new.value, new.passed, new.error)
+
+
+def _summary(rows: Sequence[Verdict]) -> dict[str, Any]:
+    old = [row.old for row in rows if row.old is not None]
+    new = [row.new for row in rows]
+    errors = sum(score.error for score in new)
+    changed = sum(row.is_changed for row in rows)
+    return {"old": _rates(old) if old else None, "new": {**_rates(new), "errors": errors}, "changed": changed}
+
+
+def _series(rows: Sequence[Verdict]) -> dict[str, list[float | None]]:
+    """The mean values of each step."""
+    steps = [list(group) for _, group in groupby(sorted(rows, key=attrgetter("step")), attrgetter("step"))]
+    return {name: [_rates([getattr(row, name) for row in step])["mean"] for step in steps] for name in ("old", "new")}
+
+
+def _chunks(records: Iterable[Mapping[str, Any]]) -> Iterator[list[list[Mapping[str, Any]]]]:
+    """Groups of siblings, which are stored one after the other, with _AT_ONCE rollouts or more."""
+    groups: list[list[Mapping[str, Any]]] = []
+    for _, siblings in groupby(records, lambda record: (record.get("step"), record["problem_id"])):
+        groups.append(list(siblings))
+        if sum(map(len, groups)) >= _AT_ONCE:
+            yield groups
+            groups = []
+    if groups:
+        yield groups
+
+
+async def _run(measures: Sequence[Measure], groups: Sequence[Sequence[MeasureContext]]) -> list[tuple[Score, ...]]:
+    """The scores of each rollout by all measures."""
+
+    async def column(measure: Measure) -> list[Score]:
+        return list(chain(*await asyncio.gather(*(run_group_measure(measure, group, _TIMEOUT_S) for group in groups))))
+
+    return list(zip(*await asyncio.gather(*map(column, measures)), strict=True))
+
+
+def _context(rollout: Rollout, problems: Mapping[str, Problem]) -> MeasureContext:
+    problem = problems.get(rollout.problem_id) or Problem(rollout.problem_id, "")
+    texts = [message.text for message in rollout.messages if message.role == "tool"]
+    calls = [call for message in rollout.messages for call in message.tool_calls]
+    found = []
+    for i, result in enumerate(rollout.tool_results):
+        call = calls[i] if i < len(calls) and calls[i].name == result.call.name else result.call
+        found.append(replace(result, call=call, content=texts[i] if i < len(texts) else ""))
+    return MeasureContext(rollout.messages, found, problem.expect, problem)
+
+
+def _rates(scores: Iterable[Score | None]) -> dict[str, float | None]:
+    valid = [score for score in scores if score is not None and not score.error]
+    verdicts = [bool(score.passed) for score in valid if score.passed is not None]
+    return {"mean": _mean([score.value for score in valid]), "pass_rate": _mean(verdicts)}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 @click.command("rescore")

@@ -21,7 +21,7 @@ SWITCH_S = 0.001  # threads that train and sample yield to the one that answers:
 @address_options(8010)
 @dtype_option
 @device_option
-@click.option("--output_dir", type=PATH, default="runs", show_default=True, help="For runs.")
+@click.option("--output_dir", "folder", type=PATH, default="runs", show_default=True, help="For runs.")
 @click.option("--max-sessions", "sessions", default=64, show_default=True, type=click.IntRange(1), help="Clients.")
 @click.option(
     "--max-models", "models", default=8, show_default=True, type=click.IntRange(1), help="Models in training."
@@ -39,7 +39,7 @@ def tinker(
     token: str | None,
     dtype: str,
     device: str,
-    output_dir: Path,
+    folder: Path,
     **limits: Any,
 ) -> None:
     """Serve MODELS (palestra/tiny if none is given) to the Tinker SDK and the Tinker cookbook.
@@ -66,5 +66,5 @@ def tinker(
         if base.path != base.name:
             click.echo(f"the tokenizer of {base.name}, for clients that load one: {base.path}")
     sys.setswitchinterval(SWITCH_S)
-    app = tinker_app(Service(bases, output_dir, ServiceLimits(**limits)), token=token)
+    app = tinker_app(Service(bases, folder, ServiceLimits(**limits)), token=token)
     run_server(app, socket, f"{', '.join(names)} served to the Tinker SDK at")

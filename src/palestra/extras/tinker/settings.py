@@ -14,7 +14,4 @@ class TinkerSection(Section):
     """a Tinker server, of `palestra tinker` for instance; none: TINKER_BASE_URL or the service"""
 
     # a server trains adapters, and scores tokens at temperature 1
-    RUN_DEFAULTS: ClassVar[dict[str, dict[str, Any]]] = {
-        "rollout": {"temperature": 1.0},
-        "lora": {"r": TINKER_LORA_RANK},
-    }
+    RUN_DEFAULTS: ClassVar[dict[str, Any]] = {"rollout": {"temperature": 1.0}, "lora": {"r": TINKER_LORA_RANK}}

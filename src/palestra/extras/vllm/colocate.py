@@ -26,14 +26,7 @@ class VllmColocatePolicy(VllmPolicy):
     _remedy = "Use vllm.mode = server, or our own engine (vllm.mode = off)"
 
     def __init__(
-        self,
-        model: str,
-        tokenizer: Any,
-        *,
-        temperature: float,
-        lora_rank: int = 0,
-        max_staleness: int = 0,
-        **options: Any,
+        self, model: str, tokenizer: Any, temperature: float, lora_rank: int = 0, max_staleness: int = 0, **options: Any
     ) -> None:
         """`model` is a folder or a hub id; `options` are those of vLLM's `LLM`."""
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this process, too

@@ -165,7 +165,5 @@ def rank_limit(rank: int) -> int:
     """
     fitting = [limit for limit in MAX_LORA_RANKS if limit >= rank]
     if not fitting:
-        raise UnsupportedError(
-            f"vLLM takes adapters of rank {MAX_LORA_RANKS[-1]} at most, and lora.r is {rank}; lower it"
-        )
+        raise UnsupportedError(f"vLLM takes adapters of rank {MAX_LORA_RANKS[-1]} at most, and lora.r is {rank}")
     return fitting[0]

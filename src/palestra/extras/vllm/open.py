@@ -19,11 +19,8 @@ def open_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
     config.refuse(["rollout.constrain_tool_calls"], "vLLM samples without our grammars")
     config.refuse(["lora.load_in_4bit"], "vLLM would sample from a base model that is not in these 4 bits")
     options = config.vllm
-    common: dict[str, Any] = {
-        "temperature": config.rollout.temperature,
-        "lora_rank": config.lora.r,
-        "max_staleness": config.rollout.max_staleness,
-    }
+    common: dict[str, Any] = {"temperature": config.rollout.temperature, "lora_rank": config.lora.r}
+    common["max_staleness"] = config.rollout.max_staleness
     if options.mode == "server":
         from palestra.extras.vllm.server import VllmServerPolicy
 

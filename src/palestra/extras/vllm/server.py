@@ -51,9 +51,7 @@ def remedy(reason: str, rank: int) -> str:
         "target modules": "Name modules that it supports as lora.target_modules",
         "Not Found": "It was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
     }
-    return next(
-        (text for words, text in remedies.items() if words in reason), "It must serve the model that is trained"
-    )
+    return next((text for words, text in remedies.items() if words in reason), "It must serve the trained model")
 
 
 class VllmServerPolicy(VllmPolicy):
@@ -204,10 +202,7 @@ class VllmServerPolicy(VllmPolicy):
         try:
             self._tell(path)
         except HttpError as error:
-            raise ServiceError(
-                f"{error}. model.sleep_mode needs a GPU and a vLLM that was started with --enable-sleep-mode; or set "
-                "it to false"
-            ) from None
+            raise ServiceError(f"{error}. model.sleep_mode needs a GPU and vLLM's --enable-sleep-mode") from None
 
     def wake(self) -> None:
         self.sleep("/wake_up")
@@ -221,13 +216,10 @@ class VllmServerPolicy(VllmPolicy):
         except HttpError as error:
             raise ServiceError(f"no vLLM answers at vllm.url: {error}. Start it with {self._start}") from None
         except (KeyError, TypeError, ValueError):
-            raise ServiceError(
-                f"{self.url}/v1/models is not that of a vLLM server; give its address as vllm.url"
-            ) from None
+            raise ServiceError(f"{self.url}/v1/models is not vLLM's; set vllm.url to a vLLM server") from None
 
     def _completion(self, ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-        named = {"model": self.served_model, "prompt": ids, "return_token_ids": True}
-        return sampling_fields(params) | named
+        return sampling_fields(params) | {"model": self.served_model, "prompt": ids, "return_token_ids": True}
 
 
 def read_completion(answer: Any, version: int) -> Turn:

@@ -200,7 +200,7 @@ def test_states_of_pruned_checkpoints_are_deleted_at_the_server(tmp_path: Path) 
 
 
 def test_a_checkpoint_of_another_backend_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableFileError, match=r"has no state of a Tinker server .*trained by another backend"):
+    with pytest.raises(UnreadableFileError, match=r"has no state of a Tinker server .*another backend trained the run"):
         learner_on(FakeServer()).load(tmp_path)
 
 

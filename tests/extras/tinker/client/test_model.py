@@ -23,8 +23,7 @@ from palestra.core.errors import RolloutError, ServiceError, UnsupportedError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.extras.tinker.client import model as model_module
-from palestra.extras.tinker.client.learner import TinkerLearner
-from palestra.extras.tinker.client.policy import TinkerPolicy, sampling_params
+from palestra.extras.tinker.client.learner import TinkerLearner, TinkerPolicy, sampling_params
 
 BUSY = tinker.RateLimitError(
     "slow down", response=httpx.Response(429, request=httpx.Request("POST", "http://fake")), body=None
@@ -200,7 +199,7 @@ def test_a_turn_ends_where_the_context_does_and_weights_from_elsewhere_are_refus
     assert (len(turn.token_ids), turn.finish) == (5, "length")
     empty = asyncio.run(policy.sample(session, SamplingParams(20, seed=1)))
     assert (len(empty.token_ids), empty.finish) == (0, "length")
-    with pytest.raises(UnsupportedError, match="samples the weights that it has trained itself"):
+    with pytest.raises(UnsupportedError, match="samples the weights it has trained"):
         policy.update(Weights(1, dict))
 
 

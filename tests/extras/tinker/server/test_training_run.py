@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from palestra.extras.tinker.server.checkpoints import TrainingRun, _rollout
 from palestra.extras.tinker.server.messages import Datum
-from palestra.extras.tinker.server.training_run import TrainingRun, _rollout
 
 
 def datum(prompt: list[int], answer: list[int]) -> Datum:

@@ -48,8 +48,7 @@ def require(config: RunConfig) -> None:
 
 
 def open_backend(config: RunConfig, loaded: LoadedModel) -> Backend:
-    from palestra.extras.tinker.client.learner import TinkerLearner
-    from palestra.extras.tinker.client.policy import TinkerPolicy
+    from palestra.extras.tinker.client.learner import TinkerLearner, TinkerPolicy
 
     config = suited(config)
     model = open_model(config)

@@ -1,4 +1,4 @@
-"""The learner whose model is on a Tinker server: the hosted service, or `palestra tinker`.
+"""Learner and policy of a model on a Tinker server: the hosted service, or `palestra tinker`.
 
 The server knows the logprob of each token and no more, so a loss that is a function of logprobs is sent as its
 gradient: cross-entropy with the weights −∂loss/∂logprob. On-policy, where every ratio is 1, that gradient is known
@@ -25,13 +25,21 @@ from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import Loss, LossTokens, StepLoss
 from palestra.core.config import RunConfig
-from palestra.core.errors import NotFiniteError, PalestraError, SettingError, UnreadableFileError, UnsupportedError
+from palestra.core.errors import (
+    NotFiniteError,
+    PalestraError,
+    RolloutError,
+    SettingError,
+    UnreadableFileError,
+    UnsupportedError,
+)
 from palestra.core.files import write_json
 from palestra.core.time_limit import outside_event_loop
-from palestra.core.types import Array
+from palestra.core.types import Array, Finish, SamplingParams, Turn
 from palestra.core.weights import Weights, saved_tensors
 from palestra.extras.tinker.client.model import ModelChange, Sampler, TinkerModel
 from palestra.learner.base import noop
+from palestra.policy.base import BoundedSessions
 
 CHECKPOINT = "tinker.json"
 _ADAM_EPS = 1e-8  # as the local optimizer
@@ -104,9 +112,7 @@ class TinkerLearner:
     def _reference_logprobs(self, batch: Batch, rows: Sequence[int]) -> list[Sequence[Any]]:
         """Under the base model, by its sampler: the adapter of the beginning changes nothing."""
         if not self._train.beta:
-            raise SettingError(
-                "train.beta > 0 but the learner was built without it; set it in the config from the start"
-            )
+            raise SettingError("train.beta > 0 but the learner was built without it; set it at the start")
         ids, base = batch.split(batch.token_ids), self.model.reference(self._base_model)
 
         async def score(row: int) -> Sequence[Any]:
@@ -196,8 +202,7 @@ class TinkerLearner:
             state = str(json.loads((folder / CHECKPOINT).read_text(encoding="utf-8"))["state"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UnreadableFileError(
-                f"{folder} has no state of a Tinker server ({CHECKPOINT}: {error}); the run was trained by another "
-                "backend"
+                f"{folder} has no state of a Tinker server ({CHECKPOINT}: {error}); another backend trained the run"
             ) from None
         self.model.load(state)
 
@@ -208,9 +213,7 @@ class TinkerLearner:
         with tempfile.TemporaryDirectory() as folder:
             return saved_tensors(self.export(Path(folder)))
 
-    def _passes(
-        self, batch: Batch, loss: StepLoss
-    ) -> Iterator[tuple[LossName, Mapping[str, float], Mapping[str, Array]]]:
+    def _passes(self, batch: Batch, loss: StepLoss) -> Iterator[tuple[LossName, dict[str, float], Mapping[str, Array]]]:
         """Passes to send: one of the server's own loss and one for ECHO, or one with the whole gradient."""
         objective, logprobs = loss.objective, np.zeros(len(batch.token_ids), dtype=np.float32)
         native = server_loss(objective, batch)
@@ -235,12 +238,7 @@ class TinkerLearner:
         yield "cross_entropy", {}, {"weights": -_require_finite(gradient, batch)}
 
     def _send(
-        self,
-        batch: Batch,
-        rows: Sequence[int],
-        name: LossName,
-        config: Mapping[str, float],
-        inputs: Mapping[str, Array],
+        self, batch: Batch, rows: list[int], name: LossName, config: Mapping[str, float], inputs: Mapping[str, Array]
     ) -> ModelChange:
         data = datums(batch, rows, inputs)
         return self.model.change(lambda client: client.forward_backward(data, name, dict(config) or None))
@@ -364,3 +362,53 @@ def step_terms(batch: Batch, loss: StepLoss, logprobs: Array) -> StepTerms:
     losses = (result.token_losses * loss.token_weights(tokens.select(tokens.policy))).numpy()
     row_losses = np.bincount(result.row.numpy(), losses, minlength=batch.rows)
     return StepTerms(loss.metrics(result.terms.detach(), result.stats), gradient, row_losses)
+
+
+class TinkerPolicy(BoundedSessions):
+    """Samples one version of the model's weights until it is given the next: turns in progress stay at theirs."""
+
+    def __init__(self, model: TinkerModel, context_tokens: int) -> None:
+        self.context_tokens = self._context = context_tokens
+        self._model = model
+        self._sampler: Sampler = model.sampler(0)
+        self.version = 0
+
+    def update(self, weights: Weights) -> None:
+        if not isinstance(weights, TinkerWeights) or weights.sampler is None:
+            raise UnsupportedError("a Tinker server samples the weights it has trained; train with --backend tinker")
+        self._sampler, self.version = weights.sampler, weights.sampler.version
+
+    async def _sample(self, ids: list[int], params: SamplingParams) -> Turn:
+        prompt, options, sampler = types.ModelInput.from_ints(ids), sampling_params(params), self._sampler
+        try:
+            answer = await self._model.call_async(lambda: sampler.client.sample(prompt, 1, options))
+        except PalestraError as error:
+            raise RolloutError(str(error)) from error
+        sequence = answer.sequences[0]
+        logprobs = sequence.logprobs
+        if logprobs is None or len(logprobs) != len(sequence.tokens) or not sequence.tokens:
+            count = None if logprobs is None else len(logprobs)
+            raise RolloutError(f"the Tinker server sampled {len(sequence.tokens)} tokens with {count} logprobs")
+        finish: Finish = "stop" if sequence.stop_reason == "stop" else "length"
+        return Turn("model", np.array(sequence.tokens), np.array(logprobs), sampler.version, finish)  # type: ignore[arg-type]
+
+
+def sampling_params(params: SamplingParams) -> types.SamplingParams:
+    """As the SDK has them; what it does not have is refused."""
+    missing = {
+        "min_p": params.min_p != 0.0,
+        "repetition_penalty": params.repetition_penalty != 1.0,
+        "grammar": params.grammar is not None,
+        "stop strings beside stop tokens": bool(params.stop and params.stop_token_ids),
+    }
+    if refused := [name for name, used in missing.items() if used]:
+        raise UnsupportedError(f"a Tinker server cannot sample with {', '.join(refused)}; leave it out")
+    stops: list[str] | list[int] = list(params.stop) if params.stop else list(params.stop_token_ids)
+    return types.SamplingParams(
+        max_tokens=params.max_new_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k or -1,
+        seed=params.seed,
+        stop=stops,  # none at all: also not at the end of the text
+    )

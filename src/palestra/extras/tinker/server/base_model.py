@@ -6,7 +6,6 @@ import copy
 import threading
 import warnings
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -48,27 +47,17 @@ class BaseModel:
         self.tokenizer = loaded.tokenizer
         self.vocabulary = loaded.vocabulary
         self.context = loaded.context_tokens
+        self.device: torch.device = loaded.model.device
+        self.architecture = type(loaded.model).__name__
+        ends = loaded.model.generation_config.eos_token_id
+        # the tokens that end a text, unless a client says otherwise
+        self.end_ids: tuple[int, ...] = tuple(ends) if isinstance(ends, list) else () if ends is None else (int(ends),)
         self._model = loaded.model.eval().requires_grad_(False)
         self.building = threading.Lock()  # peft and the random generator are not made for two at once
 
     @classmethod
     def load(cls, name: str, *, dtype: str = "auto", device: str = "auto") -> BaseModel:
         return cls(load_model(name, dtype=dtype, device=device))
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self._model.device
-        return device
-
-    @cached_property
-    def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text, unless a client says otherwise."""
-        ends = self._model.generation_config.eos_token_id
-        return tuple(ends) if isinstance(ends, list) else () if ends is None else (int(ends),)
-
-    @property
-    def architecture(self) -> str:
-        return type(self._model).__name__
 
     @property
     def loadable_name(self) -> str:
@@ -108,11 +97,8 @@ class BaseModel:
         head = self._model.get_output_embeddings()
         chosen = set()
         for name, module in self._linears():
-            if module is head:
-                is_trained = spec.train_unembed
-            else:
-                is_trained = spec.train_attn if "attn" in name or "attention" in name else spec.train_mlp
-            if is_trained:
+            is_trained = spec.train_attn if "attn" in name or "attention" in name else spec.train_mlp
+            if spec.train_unembed if module is head else is_trained:
                 chosen.add(name.rpartition(".")[2])
         return sorted(chosen)
 

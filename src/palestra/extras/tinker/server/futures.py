@@ -20,20 +20,14 @@ MAX_AHEAD = 4096  # requests of one model that may wait for an earlier one
 
 
 class TooBusy(ResourceError):
-    """Come back later."""
-
     status = 429
 
 
 class Gone(StateError):
-    """An object that existed once."""
-
-    status = 410
+    status = 410  # it existed once
 
 
 class NotFound(NotFoundError):
-    """An unknown object."""
-
     status = 404
 
 
@@ -74,8 +68,7 @@ class Requests:
         request = self._all.get(request_id)
         if request is None:
             raise Gone(
-                f"the server knows no request {request_id!r}: it was fetched long ago, or the server was started anew; "
-                "send the request again"
+                f"the server knows no request {request_id!r}: fetched long ago, or before a restart; send it again"
             )
         return request
 

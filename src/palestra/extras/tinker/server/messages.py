@@ -5,38 +5,24 @@ Messages are read and written by the classes that the Tinker SDK generates from 
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from palestra.core.errors import InputError, PalestraError, UnsupportedError, needs_extra
+from palestra.core.errors import InputError, UnsupportedError, needs_extra
 from palestra.core.types import Array, Turn
 
+_MALFORMED = "the body is not a valid protobuf message of the Tinker SDK"
 EMPTY_LOGPROB = -99999.0  # of a cell of a top-k matrix that holds nothing
 
 
-def _sdk_messages() -> Any:
-    """The SDK's generated module, loaded from its file because importing the whole SDK takes seconds."""
-    with needs_extra("palestra tinker", "tinker"):
-        sdk = importlib.util.find_spec("tinker")
-        if sdk is None or not sdk.submodule_search_locations:
-            raise ImportError("there is no tinker", name="tinker")
-        file = Path(next(iter(sdk.submodule_search_locations))) / "proto" / "tinker_public_pb2.py"
-        spec = importlib.util.spec_from_file_location("tinker_public_pb2", file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
-
-
-pb = _sdk_messages()
+with needs_extra("palestra tinker", "tinker"):
+    pb: Any = importlib.import_module("tinker.proto.tinker_public_pb2")
 _DTYPES: dict[int, np.dtype[Any]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
     pb.DTYPE_INT64: np.dtype("<i8"),
@@ -93,7 +79,7 @@ def parse_request(body: bytes) -> Any:
     try:
         return pb.ForwardBackwardRequest.FromString(body)
     except DecodeError:
-        raise _malformed("it cannot be parsed") from None
+        raise InputError(f"{_MALFORMED}: it cannot be parsed") from None
 
 
 def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
@@ -108,9 +94,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
         for chunk in datum.model_input:
             kind = chunk.WhichOneof("chunk")
             if kind != "encoded_text":  # None for a kind of a newer SDK
-                raise UnsupportedError(
-                    f"model_input holds a chunk of kind {kind}; this server accepts text tokens only"
-                )
+                raise UnsupportedError(f"model_input holds a chunk of kind {kind}; this server takes text tokens alone")
             tokens.append(_array(chunk.encoded_text.tokens, np.dtype("<i4")))
         inputs = {key: _read_tensor(key, value) for key, value in datum.loss_fn_inputs.items()}
         data.append(Datum(np.concatenate(tokens), inputs))
@@ -180,22 +164,17 @@ def make_tensor(name: str, values: Array, shape: Sequence[int], csr: Sequence[Ar
 def _read_tensor(name: str, tensor: Any) -> Tensor:
     if tensor.dtype not in _DTYPES:
         raise InputError(f"loss_fn_inputs[{name!r}] has data type {tensor.dtype}, which is none that the SDK sends")
-    is_sparse = tensor.WhichOneof("encoding") == "sparse_csr"
-    sparse, shape = tensor.sparse_csr, list(tensor.shape)
+    is_sparse, sparse = tensor.WhichOneof("encoding") == "sparse_csr", tensor.sparse_csr
     values = _array(sparse.values if is_sparse else tensor.dense, _DTYPES[tensor.dtype])
     if tensor.dtype == pb.DTYPE_BFLOAT16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     csr = [_array(part, np.dtype("<i8")) for part in (sparse.crow_indices, sparse.col_indices)] if is_sparse else []
-    return make_tensor(f"loss_fn_inputs[{name!r}]", values, shape, csr)
-
-
-def _malformed(reason: str) -> PalestraError:
-    return InputError(f"the body is not a valid protobuf message of the Tinker SDK: {reason}")
+    return make_tensor(f"loss_fn_inputs[{name!r}]", values, list(tensor.shape), csr)
 
 
 def _array(data: bytes, dtype: np.dtype[Any]) -> Array:
     if len(data) % dtype.itemsize:
-        raise _malformed(f"an array of {dtype} has {len(data)} bytes")
+        raise InputError(f"{_MALFORMED}: an array of {dtype} has {len(data)} bytes")
     return np.frombuffer(data, dtype)
 
 

@@ -28,7 +28,6 @@ from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
 from palestra.extras.tinker.server.futures import Result
 from palestra.extras.tinker.server.messages import EMPTY_LOGPROB, Tensor, TopK, write_sample
 from palestra.extras.tinker.server.requests import Sample
-from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
 from palestra.policy.local import token_logprobs
 
@@ -90,9 +89,7 @@ class Sampler:
         try:
             self._module: Any = self._base.module(self._spec).eval().requires_grad_(False)
             with self._base.building:  # an engine may move the weights that all share
-                self._policy: Policy[Any] = build_policy(
-                    self._module, self._base.tokenizer, "auto", self._kv_memory_gib
-                )
+                self._policy = build_policy(self._module, self._base.tokenizer, "auto", self._kv_memory_gib)
         except Exception as error:
             broken = error
         while True:
@@ -177,12 +174,9 @@ class Sampler:
 
     async def _score_targets(self, prompt: list[int], targets: Tensor) -> Tensor:
         if len(targets.shape) != 2 or targets.shape[0] != len(prompt) - 1:
-            raise InputError(
-                f"target_prompt_logprobs has the shape {list(targets.shape)}; expected [{len(prompt) - 1}, K]"
-            )
+            raise InputError(f"target_prompt_logprobs has shape {list(targets.shape)}; expected [{len(prompt) - 1}, K]")
         ids = torch.tensor([prompt], device=self._base.device)
-        logits = plain_forward(self._module, ids[:, :-1], use_cache=False).logits[0]
-        logprobs = logits.float().log_softmax(-1)
+        logprobs = plain_forward(self._module, ids[:, :-1], use_cache=False).logits[0].float().log_softmax(-1)
         rows = torch.from_numpy(targets.rows).to(ids.device)
         target_ids = torch.from_numpy(targets.values.astype(np.int64)).to(ids.device)
         values = logprobs[rows, target_ids.clamp(min=0)].where(target_ids >= 0, 0.0)

@@ -19,12 +19,18 @@ from palestra.core.files import verify_folder
 from palestra.engine.runner import GIB, default_kv_bytes
 from palestra.extras.tinker.server import requests as bodies
 from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
-from palestra.extras.tinker.server.checkpoints import KINDS, Checkpoint, Checkpoints, TinkerPath, checkpoint_name
+from palestra.extras.tinker.server.checkpoints import (
+    KINDS,
+    Checkpoint,
+    Checkpoints,
+    TinkerPath,
+    TrainingRun,
+    checkpoint_name,
+)
 from palestra.extras.tinker.server.futures import Gone, NotFound, OrderedWorker, Request, Requests, Result, TooBusy
 from palestra.extras.tinker.server.messages import ForwardBackwardRequest, parse_request, write_outputs
 from palestra.extras.tinker.server.sampler import ReadWeights, Sampler, SampleRequest
 from palestra.extras.tinker.server.training_model import TrainingModel, check_loss
-from palestra.extras.tinker.server.training_run import TrainingRun
 from palestra.servers.web import refuse
 
 log = logging.getLogger("palestra")
@@ -56,9 +62,7 @@ class Model:
     pinned: dict[int, ReadWeights] = field(default_factory=dict)  # by version, oldest first
     inflight: dict[int, ReadWeights] = field(default_factory=dict)  # the version that inflight sampling sessions use
 
-    def submit(
-        self, seq_id: int, kind: str, work: Callable[[TrainingModel, TrainingRun], Result], **about: Any
-    ) -> Request:
+    def submit(self, seq_id: int, kind: str, work: Callable[[TrainingModel, TrainingRun], Result]) -> Request:
         """Do this in the turn of its number."""
 
         def with_training() -> Result:
@@ -380,10 +384,7 @@ class Service:
 
             def pinned() -> ReadWeights:
                 if version not in model.pinned:
-                    raise Gone(
-                        f"{sampling_id!r} is at version {version}, and the server keeps the newest "
-                        f"{self.limits.versions}; save it under a name to keep it longer"
-                    )
+                    raise Gone(f"version {version} of {sampling_id!r} is gone; save it under a name to keep it")
                 return model.pinned[version]
 
             # every save of a version has the same copy

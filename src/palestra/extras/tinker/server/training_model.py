@@ -47,9 +47,8 @@ NEEDED = {"gspo": _CLIP, "dro": ("beta",)}  # settings whose defaults at the hos
 def check_loss(loss_fn: str, config: Mapping[str, float | str]) -> dict[str, float]:
     """The settings of a loss with their defaults; raises for an unknown loss or setting."""
     if loss_fn not in INPUTS:
-        known = ", ".join(INPUTS)
         raise UnsupportedError(
-            f"loss_fn {loss_fn!r} is not served here; use one of {known}, or forward_backward_custom."
+            f"loss_fn {loss_fn!r} is not served here; use one of {', '.join(INPUTS)}, or forward_backward_custom."
             f"{did_you_mean(loss_fn, INPUTS)}"
         )
     settings: dict[str, Any] = {**dict.fromkeys(NEEDED.get(loss_fn, ())), **SETTINGS.get(loss_fn, {})}
@@ -146,10 +145,9 @@ class TrainingModel:
         self.spec = spec
         self.version = 0  # grows with each change of the weights
         self._model: Any = base.module(spec, seed).train()
-        settings = {"rollout.temperature": 1.0, "train.tokens_per_micro_batch": TOKENS_PER_PASS}
         self._learner = LocalLearner(
             self._model,
-            config=RunConfig.build(settings),
+            config=RunConfig.build({"rollout.temperature": 1.0, "train.tokens_per_micro_batch": TOKENS_PER_PASS}),
             pad_token_id=base.tokenizer.pad_token_id or 0,
             optimizer=Optimizer(self._model, TrainSection(), master_weights=not spec.rank),
             max_rows=rows_per_pass,
@@ -183,9 +181,7 @@ class TrainingModel:
                     shapes = f"{list(other.shape)}, target_tokens {list(targets.shape)}"
                     raise InputError(f"datum {i}: loss_fn_inputs[{name!r}] has the shape {shapes}; they must agree")
                 if not np.isfinite(other.values).all():
-                    raise InputError(
-                        f"datum {i}: loss_fn_inputs[{name!r}] holds NaN or infinite values; every number must be finite"
-                    )
+                    raise InputError(f"datum {i}: loss_fn_inputs[{name!r}] holds NaN or infinite values")
             for name, ids in (("model_input", datum.token_ids), ("target_tokens", targets.values)):
                 if ids.dtype.kind != "i":
                     raise InputError(f"datum {i}: {name} holds {ids.dtype} values; token ids are integers")
