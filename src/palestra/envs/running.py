@@ -302,7 +302,7 @@ class Opener:
         try:
             if self.is_quick and not lanes:
                 await call(open_while_quick)
-            left = lanes or [None] * (count - len(episodes))
+            left: Sequence[Lane | None] = lanes or [None] * (count - len(episodes))
             await asyncio.gather(*(call(partial(open_one, lane), lane) for lane in left))
         except BaseException as error:  # also Ctrl-C: threads cannot be ended; what they open from now on is closed
             with lock:

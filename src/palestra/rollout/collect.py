@@ -268,8 +268,8 @@ class Collector(GroupCollector):
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 self.runner.close(started)
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():  # Ctrl-C does not wait for a slow close
+                this = asyncio.current_task()
+                if this is not None and this.cancelling():  # Ctrl-C does not wait for a slow close
                     close_now(episodes)
                 else:
                     await close_episodes(episodes)
