@@ -105,7 +105,7 @@ def test_an_interrupt_that_a_measure_raises_is_no_ctrl_c():
     def interrupted(ctx):
         raise KeyboardInterrupt
 
-    assert score(interrupted).reason == "measure interrupted raised KeyboardInterrupt"
+    assert score(interrupted).reason == "measure m raised KeyboardInterrupt"
 
 
 def test_declared_measures_are_found_by_name():
