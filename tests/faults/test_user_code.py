@@ -10,24 +10,28 @@ import logging
 import os
 import select
 import signal
+import sqlite3
 import sys
 import threading
 import time
 import traceback
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from builders import wait_until
 
-from palestra import Env, EvalSuite, measure
+from palestra import Context, Env, EnvConfig, EvalSuite, measure
 from palestra.agents.agent import Agent
 from palestra.agents.tools.tool import function_tool
 from palestra.cli import main as cli_main
 from palestra.core import calls, time_limit
 from palestra.core.codec import CodecError
+from palestra.core.config import RunConfig
 from palestra.core.errors import UserCodeError
 from palestra.core.types import Message, SamplingParams, ToolCall
+from palestra.env_api import train_env
 from palestra.envs import env, running, suite_env
 from palestra.envs.running import RunningEnv
 from palestra.rollout import agent_loop, rewards
@@ -358,8 +362,8 @@ def shorten_limits(patch: Any) -> None:
 
 
 def ends_the_process(hook: str, kind: str, workers: int) -> bool:
-    """As Ctrl-C does. Problems are made in the trainer's process in any case."""
-    return kind == "KeyboardInterrupt" and (not workers or hook == "make_problem")
+    """As Ctrl-C does, in the main thread: problems are made there, and async code runs there without workers."""
+    return kind == "KeyboardInterrupt" and (hook == "make_problem" or (hook.startswith("async") and not workers))
 
 
 @pytest.fixture
@@ -431,8 +435,291 @@ def test_a_setup_that_does_not_return_is_named():
     assert "Hostile.setup has not returned for 0.3 s" in child_that("setup", "sleeps", 0, ends_with="not returned")[1]
 
 
-def child_that(hook: str, kind: str, workers: int, ends_with: str = "") -> tuple[int | None, str]:
-    """The exit code and the output of the command's process in which user code misbehaves; None: it did not end."""
+def collect(environment: Any, *problems: int, tools: bool = True, tool_timeout_s: float = 30.0) -> list[Any]:
+    """Groups of an environment, whose tools are all called at once."""
+    chosen = [environment.problems("train")[i] for i in problems]
+    limits = AttemptLimits(SamplingParams(max_new_tokens=8), max_tool_rounds=2, tool_timeout_s=tool_timeout_s)
+    collector = Collector(environment, AgentLoop(limits, lambda episodes: [Speaker(e) for e in episodes]))
+
+    async def collected() -> list[Any]:
+        async with asyncio.timeout(60):
+            return await collector.collect(chosen, SIZE, [str(i) for i in problems])
+
+    return asyncio.run(collected())
+
+
+def errors(groups: list[Any]) -> set[str | None]:
+    failed = {result.content for g in groups for r in g.rollouts for result in r.tool_results if not result.ok}
+    return {r.error for g in groups for r in g.rollouts} | failed
+
+
+def database() -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:")
+    connection.execute("create table calls (name text)")
+    return connection
+
+
+def insert(connection: sqlite3.Connection, name: str) -> str:
+    time.sleep(0.05)  # longer than the event loop blocks for a call
+    connection.execute("insert into calls values (?)", [name])
+    return name
+
+
+def count_calls(connection: sqlite3.Connection) -> int:
+    return connection.execute("select count(*) from calls").fetchone()[0]
+
+
+def test_a_connection_made_in_context_fn_works_in_slow_tools_and_in_measures() -> None:
+    @function_tool
+    def first(context: Context[sqlite3.Connection]) -> str:
+        """Look it up."""
+        return insert(context, "first")
+
+    @function_tool
+    def second(context: Context[sqlite3.Connection]) -> str:
+        """Look it up again."""
+        return insert(context, "second")
+
+    suite = EvalSuite.from_records(
+        [{"input": "a"}, {"input": "b"}],
+        measures=[measure("calls")(lambda ctx: count_calls(ctx.context) == 2)],
+        context_fn=lambda row: database(),
+    )
+    groups = collect(suite_env.SuiteEnvironment(Agent("clerk", tools=[first, second]), suite), 0, 1)
+    assert errors(groups) == {None}
+    assert [r.scores["calls"].value for g in groups for r in g.rollouts] == [1.0] * 4
+
+
+class Ledger(Env):
+    """Keeps a connection, and notes the thread of each call."""
+
+    closed: ClassVar[list[bool]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[int] = []
+        self.notes: dict[str, list[int]] = {"calls": []}
+
+    def problems(self, split: Any) -> Any:
+        return ["a", "b"]
+
+    def start(self) -> None:
+        self.connection = database()
+        self.note()
+
+    def note(self) -> None:
+        """Note the thread."""
+        self.threads.append(threading.get_ident())
+        self.notes["calls"].append(count_calls(self.connection))
+
+    def tools(self) -> Any:
+        return [self.first, self.second]
+
+    def first(self) -> str:
+        """Look it up."""
+        self.note()
+        return insert(self.connection, "first")
+
+    def second(self) -> str:
+        """Look it up again."""
+        self.note()
+        return insert(self.connection, "second")
+
+    def step(self, answer: str) -> None:
+        self.note()
+
+    def state_key(self) -> int:
+        self.note()
+        return count_calls(self.connection)
+
+    def score(self, answer: str) -> float:
+        self.note()
+        return float(len(set(self.threads)) == 1 and self.notes["calls"] == [0, 0, 0, 1, 2, 2, 2])
+
+    def close(self) -> None:
+        self.connection.close()
+        self.closed.append(threading.get_ident() == self.threads[0])
+
+
+def test_a_connection_made_in_start_works_in_all_hooks_and_siblings_share_no_lists() -> None:
+    Ledger.closed.clear()
+    groups = collect(RunningEnv(Ledger()), 0, 1)
+    assert errors(groups) == {None}
+    assert [r.reward for g in groups for r in g.rollouts] == [1.0] * 4
+    assert Ledger.closed == [True] * 4
+
+
+def test_a_state_key_that_blocks_does_not_stop_other_rollouts() -> None:
+    tool_ran = threading.Event()
+
+    class Waits(Env):
+        def problems(self, split: Any) -> Any:
+            return ["waits", "goes on"]
+
+        def state_key(self) -> bool:
+            return self.problem.input != "waits" or tool_ran.wait(30)
+
+        def look(self) -> str:
+            """Look it up."""
+            if self.problem.input == "goes on":
+                tool_ran.set()
+            return "1"
+
+        def score(self, answer: str) -> float:
+            return 1.0
+
+    groups = collect(RunningEnv(Waits()), 0, 1)
+    assert errors(groups) == {None}
+    assert {state for g in groups for r in g.rollouts for state in r.states} == {"True"}
+
+
+def test_a_close_that_takes_long_is_logged_and_keeps_the_group(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(running, "CLOSE_LIMIT_S", 0.05)
+    may_close, closed = threading.Event(), []
+
+    class Slow(Ledger):
+        def close(self) -> None:
+            may_close.wait(30)
+            closed.append(self.problem.input)
+
+    try:
+        groups = collect(RunningEnv(Slow()), 0, 1)
+        assert (errors(groups), closed) == ({None}, [])
+        assert "closing an attempt took longer than 0.05 s; it continues in the background" in caplog.text
+    finally:
+        may_close.set()
+    wait_until(lambda: sorted(closed) == ["a", "a", "b", "b"])
+
+
+def test_what_a_half_opened_group_has_opened_is_closed_in_its_thread() -> None:
+    threads: dict[str, list[int]] = {"opened": [], "closed": []}
+    both = threading.Barrier(SIZE)
+
+    class Half(Env):
+        def problems(self, split: Any) -> Any:
+            return ["a"]
+
+        def close(self) -> None:
+            threads["closed"].append(threading.get_ident())
+
+    class HalfOpened(RunningEnv):
+        def open(self, problem: Any) -> Any:
+            if both.wait(30) == 0:
+                raise OwnBase("no room")
+            threads["opened"].append(threading.get_ident())
+            return super().open(problem)
+
+    assert errors(collect(HalfOpened(Half()), 0)) == {"opening an episode raised OwnBase: no room"}
+    assert len(threads["opened"]) == SIZE - 1
+    assert threads["opened"] == threads["closed"] != [threading.get_ident()]
+
+
+def test_a_slow_tool_of_an_attempt_with_state_ends_it_and_its_siblings_go_on(short_limits) -> None:
+    class Hangs(Env):
+        def problems(self, split: Any) -> Any:
+            return ["hangs", "goes on"]
+
+        def look(self) -> str:
+            """Look it up."""
+            if self.problem.input == "hangs":
+                RELEASED.wait(30)
+            return "1"
+
+        def score(self, answer: str) -> float:
+            return 1.0
+
+    hanging, other = collect(RunningEnv(Hangs()), 0, 1, tool_timeout_s=LIMIT_S)
+    RELEASED.set()
+    RELEASED.clear()
+    assert errors([hanging]) == {"look took longer than 0.3 s"}
+    assert errors([other]) == {None}
+
+
+def test_tools_without_state_that_are_called_in_one_turn_run_at_once() -> None:
+    both = threading.Barrier(2 * SIZE)
+
+    @function_tool
+    def first() -> int:
+        """Look it up."""
+        return both.wait(30) * 0
+
+    @function_tool
+    def second() -> int:
+        """Look it up again."""
+        return both.wait(30) * 0
+
+    suite = EvalSuite.from_records([{"input": "a"}], measures=[measure("good")(lambda ctx: 1.0)])
+    assert errors(collect(suite_env.SuiteEnvironment(Agent("clerk", tools=[first, second]), suite), 0)) == {None}
+
+
+class Alarmed(Env):
+    """Sends a signal to the training when it scores the first attempt, in a thread or on the event loop, and waits."""
+
+    number: int = 0
+
+    def make_problem(self, rng: Any) -> Any:
+        return f"What does a red lamp cost? {rng.randint(1, 10**6)}"
+
+    def score(self, answer: str) -> float:
+        os.kill(os.getpid(), self.number)
+        time.sleep(600)
+        return 1.0
+
+
+class AlarmedOnTheLoop(Alarmed):
+    async def score(self, answer: str) -> float:  # type: ignore[override]
+        signal.raise_signal(self.number)
+        await asyncio.sleep(600)
+        return 1.0
+
+
+def fail_by_pytest(number: int, frame: Any) -> None:
+    pytest.fail("Timeout >1.0s")
+
+
+def time_is_up(number: int, frame: Any) -> None:
+    raise TimeoutError("time is up")
+
+
+@linux_only
+@pytest.mark.parametrize("cls", [Alarmed, AlarmedOnTheLoop])
+@pytest.mark.parametrize(
+    ("handler", "ends_with"),
+    [
+        (None, "KeyboardInterrupt: "),
+        (time_is_up, "TimeoutError: time is up"),
+        (fail_by_pytest, "Failed: Timeout >1.0s"),
+    ],
+    ids=["Ctrl-C", "signal.alarm", "pytest-timeout"],
+)
+def test_what_a_signal_raises_ends_the_training(handler, ends_with, cls, tmp_path) -> None:
+    env = cls(EnvConfig(train_size=4, held_out_size=2))
+    env.number = signal.SIGALRM if handler else signal.SIGINT
+    settings = {
+        "output_dir": str(tmp_path),
+        "train": {"max_steps": 1, "problems_per_step": 2},
+        "rollout": {"group_size": 2, "max_new_tokens": 8},
+    }
+
+    def train() -> str:
+        if handler:
+            signal.signal(signal.SIGALRM, handler)
+        else:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            train_env(RunningEnv(env), RunConfig.build(settings))
+        except BaseException as error:
+            is_ctrl_c = isinstance(error, KeyboardInterrupt)
+            return f"KeyboardInterrupt: {error}" if is_ctrl_c else f"{type(error).__name__}: {error}"
+        return "trained"
+
+    code, text = in_a_child(lambda: print(train()), within_s=120.0)
+    assert code == 0, text
+    assert text.splitlines()[-1].startswith(ends_with)
+
+
+def in_a_child(run: Any, within_s: float, ends_with: str = "") -> tuple[int | None, str]:
+    """The exit code and the output of a fork that calls `run`; None: it did not end within the limit."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         os.setsid()
@@ -442,10 +729,10 @@ def child_that(hook: str, kind: str, workers: int, ends_with: str = "") -> tuple
         logging.basicConfig(level=logging.WARNING, stream=sys.stderr, force=True)  # whatever earlier tests have set
         logging.getLogger("palestra").setLevel(logging.NOTSET)
         logging.getLogger("palestra").propagate, logging.getLogger("palestra").handlers = True, []
-        cli_main.cli.main = lambda **_: print(misbehave(hook, kind, workers))
         code = 99
         try:
-            cli_main.main()
+            run()
+            code = 0
         except SystemExit as ended:
             code = ended.code
         except BaseException:
@@ -453,7 +740,7 @@ def child_that(hook: str, kind: str, workers: int, ends_with: str = "") -> tuple
         sys.stdout.flush()
         leave(code)
     os.close(write)
-    text, until = b"", time.monotonic() + HANG_S
+    text, until = b"", time.monotonic() + within_s
     while time.monotonic() < until and not (ends_with and ends_with in text.decode()):
         if select.select([read], [], [], 0.1)[0]:
             if not (chunk := os.read(read, 1 << 16)):
@@ -465,6 +752,17 @@ def child_that(hook: str, kind: str, workers: int, ends_with: str = "") -> tuple
         return None, text.decode()
     os.close(read)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text.decode()
+
+
+def child_that(hook: str, kind: str, workers: int, ends_with: str = "") -> tuple[int | None, str]:
+    """The exit code and the output of the command's process in which user code misbehaves; None: it did not end."""
+
+    def run() -> None:
+        cli_main.cli.main = lambda **_: print(misbehave(hook, kind, workers))
+        cli_main.main()
+        leave(99)
+
+    return in_a_child(run, HANG_S, ends_with)
 
 
 def misbehave(hook: str, kind: str, workers: int) -> str:

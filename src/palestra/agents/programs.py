@@ -17,13 +17,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from palestra.agents.agent import Agent
-from palestra.core.calls import call_with_limit
+from palestra.core.calls import call_user_code
 from palestra.core.children import end_group, split_command
 from palestra.core.errors import CallTimeout, InputError, RolloutError, text_of
 from palestra.core.files import scratch_root
@@ -151,12 +152,14 @@ class FunctionAgent(ProgramAgent):
             if "agents" in signature(self.function).parameters:
                 named["agents"] = endpoint.agents
         arguments = (dict(case), endpoint.base_url, endpoint.api_key)
+        function = partial(self.function, *arguments, **named)
         try:
-            result = await call_with_limit(self.function, *arguments, timeout_s=limits.timeout_s, **named)
-        except CallTimeout:
-            return ProgramResult(stopped="time", seconds=time.monotonic() - began)
-        except Exception as error:  # a function that gives up is scored, as a command is
-            return ProgramResult(1, stderr=text_of(error), seconds=time.monotonic() - began)
+            result = await call_user_code("the agent", function, limit_s=limits.timeout_s)
+        except RolloutError as failure:  # a function that gives up is scored, as a command is
+            seconds, error = time.monotonic() - began, failure.__cause__
+            if error is None or isinstance(error, CallTimeout):
+                return ProgramResult(stopped="time", seconds=seconds)
+            return ProgramResult(1, stderr=text_of(error), seconds=seconds)
         return ProgramResult(result=result, seconds=time.monotonic() - began)
 
 

@@ -160,6 +160,45 @@ def _reset_after_fork() -> None:
 os.register_at_fork(after_in_child=_reset_after_fork)
 
 
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """End the body with what a signal handler of others raises, such as that of pytest-timeout or `signal.alarm`.
+
+    In an event loop it would fail the task that happens to run, or be logged. So the handlers do what Ctrl-C does at
+    that moment, which ends a training in order, and their exception is raised afterwards.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    raised: list[BaseException] = []
+
+    def guarded(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            try:
+                handler(number, frame)
+            except BaseException as error:
+                on_ctrl_c = signal.getsignal(signal.SIGINT)
+                if not callable(on_ctrl_c):
+                    raise
+                raised.append(error)
+                on_ctrl_c(signal.SIGINT, frame)
+
+        return on_signal
+
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGINT, _SIGNAL}}
+    guards = {number: (handler, guarded(handler)) for number, handler in handlers.items() if callable(handler)}
+    for number, (_, guard) in guards.items():
+        signal.signal(number, guard)
+    try:
+        yield
+    finally:
+        for number, (handler, guard) in guards.items():
+            if signal.getsignal(number) is guard:
+                signal.signal(number, handler)
+        if raised:
+            raise raised[0]
+
+
 T = TypeVar("T")
 
 
@@ -167,12 +206,13 @@ def outside_event_loop(work: Callable[[], T]) -> T:
     """Run blocking work that has an event loop of its own, also when called from a notebook's running loop.
 
     It runs in this thread, where Ctrl-C arrives: the loop around it, which waits anyway, is set aside meanwhile by the
-    functions that asyncio has for authors of event loops.
+    functions that asyncio has for authors of event loops. What other signal handlers raise ends it, too.
     """
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
-        return work()
+        with _ended_by_signals():
+            return work()
     task = asyncio.current_task()
     if task is not None:
         asyncio.tasks._leave_task(loop, task)
@@ -181,7 +221,8 @@ def outside_event_loop(work: Callable[[], T]) -> T:
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.default_int_handler) if is_main else None
     try:
-        return work()
+        with _ended_by_signals():
+            return work()
     finally:
         if is_main:
             signal.signal(signal.SIGINT, before)

@@ -46,8 +46,8 @@ def seeded_problems(config: EnvConfig, split: Split, question: str) -> list[Prob
 
 
 class Env:
-    """An environment. The object is made once; every attempt gets a shallow copy of it, so that what an
-    attempt sets on `self` stays its own, while what `setup` loaded is shared and must not be changed.
+    """An environment. The object is made once; every attempt gets a copy of it, so that what an attempt sets on `self`
+    and the containers that `__init__` made stay its own. What `setup` loaded is shared and must not be changed.
 
         class Sums(Env):
             \"\"\"Add two numbers.\"\"\"

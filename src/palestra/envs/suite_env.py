@@ -18,6 +18,7 @@ from typing import Any
 from palestra.agents.agent import Agent
 from palestra.agents.tools.mcp_client import McpConnection, McpTools, close_connections
 from palestra.agents.tools.tool import Tool, as_tool, shared_state, tools_by_name
+from palestra.core.calls import Lane, call_user_code
 from palestra.core.errors import InputError, PalestraError, SettingError, UserCodeError, did_you_mean
 from palestra.core.messages import as_messages
 from palestra.core.types import Message, Problem, ProgramResult, Score, ToolResult
@@ -27,6 +28,7 @@ from palestra.evals.measures import Measure, MeasureContext, as_measures, run_gr
 from palestra.evals.suite import EvalSuite, SimulatedUser
 
 MEASURE_TIMEOUT_S = 300.0
+USER_TIMEOUT_S = 3600.0  # a simulated user may wait for a rate limit
 log = logging.getLogger("palestra")
 _IMMUTABLE = (type(None), str, int, float, tuple, frozenset)
 
@@ -47,10 +49,14 @@ class SuiteEpisode:
     # conversations of a program's labelled agents
     agents: Mapping[str, Sequence[Message]] = field(default_factory=dict)
     roles: Sequence[str] = ()  # agents that a measure may score by name
+    lane: Lane | None = None
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
         """End the attempt after the answer, unless a simulated user continues."""
-        text = None if self.user is None else await self.user.reply(messages, self.problem)
+        if self.user is None:
+            return ()
+        arguments = (messages, self.problem)
+        text = await call_user_code("the simulated user", self.user.reply, *arguments, limit_s=USER_TIMEOUT_S)
         return () if text is None else (Message("user", text),)
 
     async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
@@ -124,6 +130,11 @@ class SuiteEnvironment:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_context": None}  # of an attempt in this process
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether an attempt has a lane: if it has a context."""
+        return self._suite.context_fn is not None
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
@@ -245,12 +256,12 @@ class FactoryEnv(Env):
         return _methods(self.environment)
 
     async def score(self, answer: str) -> dict[str, Any]:
-        episode = self._cases.open(self.problem)
+        episode = await call_user_code("opening a case", self._cases.open, self.problem, limit_s=MEASURE_TIMEOUT_S)
         scores: dict[str, Any] = dict(await episode.score(self.messages, self.tool_results))
         get_reward = getattr(self.environment, "get_reward", None)
         if get_reward is not None:
-            reward = get_reward()
-            scores[type(self.environment).__name__] = float(await reward if inspect.isawaitable(reward) else reward)
+            reward = await call_user_code("get_reward", get_reward, limit_s=MEASURE_TIMEOUT_S, then=float)
+            scores[type(self.environment).__name__] = reward
         return scores
 
     async def score_group(self, attempts: Sequence[Any]) -> Any:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from palestra.core.calls import call_user_code
 from palestra.core.chat_model import CallLimits, ChatModel
 from palestra.core.errors import SettingError
 from palestra.core.types import Message, Problem
 
 DONE = "###DONE###"
+_CASE_TIMEOUT_S = 300.0  # of a function of the case
 _TASK = f"""You play a person who talks to an assistant. Stay in this role; you are not the assistant and never help it.
 Write only what this person says next: one message, in the first person, short and natural. Tell what you know when you
 are asked for it, not all at once, and invent nothing that your goal does not say.
@@ -67,7 +69,9 @@ class UserSimulator:
             return None
         about = []
         for column, heading, own in (("persona", "Who you are", self._persona), ("goal", "Your goal", self._goal)):
-            value = own(case.row) if callable(own) else own if own is not None else case.row.get(column, "")
+            value = case.row.get(column, "") if own is None else own
+            if callable(own):
+                value = await call_user_code(f"the simulated user's {column}", own, case.row, limit_s=_CASE_TIMEOUT_S)
             if value and str(value):
                 about.append(f"# {heading}\n{value}")
         # the roles are exchanged; the user sees no instructions and no tools

@@ -10,6 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from palestra.core.calls import call_user_code
 from palestra.core.chat_model import CallLimits, ChatModel, log_judge
 from palestra.core.errors import InputError, SettingError
 from palestra.core.messages import read_json
@@ -17,6 +18,7 @@ from palestra.core.types import Message, Score
 from palestra.evals.measures import Measure, MeasureContext
 
 _JUDGE_TIMEOUT_S = 3600.0  # waiting for a rate limit included; the limits of a single call are shorter
+_CASE_TIMEOUT_S = 300.0  # of a rubric's function
 _TASK = (
     "You grade an assistant's work by a rubric. Answer with one JSON object and nothing else: "
     '{"score": a number from 0 (bad) to 1 (perfect), "reason": one short sentence}.'
@@ -72,12 +74,12 @@ def judge(
     async def grade(context: Any) -> Score:
         context = _as_context(context)
         log_judge(name)
-        text = _of_case(rubric, context)
+        text = await _of_case(rubric, context)
         if criteria is None:
             question = _question(f"# Rubric\n{text}", context)
             value, reason = await asked.ask(_chat(_TASK, question), read_verdict)
             return Score(value, value >= threshold, reason)
-        weighted = _read_criteria(_of_case(criteria, context))
+        weighted = _read_criteria(await _of_case(criteria, context))
         listed = "\n".join(f"{i}. {criterion}" for i, criterion in enumerate(weighted, start=1))
         question = _question(f"# Rubric\n{text}\n# Criteria\n{listed}" if text else f"# Criteria\n{listed}", context)
 
@@ -127,7 +129,7 @@ def ruler(
         texts = [conversation_text(context.messages[shared:]) for context in contexts]
         shown = sorted(set(texts))  # in an order by the texts, which reveals nothing about the attempts
         random.Random(hashlib.blake2b("\0".join(shown).encode(), digest_size=8).digest()).shuffle(shown)
-        first, added = contexts[0], _of_case(rubric, contexts[0])
+        first, added = contexts[0], await _of_case(rubric, contexts[0])
         head = f"# Rubric\n{added}\n\n" if added else ""
         beginning = f"# Shared beginning\n{conversation_text(first.messages[:shared])}" if shared else ""
         listed = "\n\n".join(f"# Attempt {i}\n{text}" for i, text in enumerate(shown, start=1))
@@ -194,8 +196,10 @@ def _read_criteria(criteria: Any) -> dict[str, float]:
     return weights
 
 
-def _of_case(given: Any, context: MeasureContext) -> Any:
-    return given(context.case.row) if callable(given) else given
+async def _of_case(value: Any, context: MeasureContext) -> Any:
+    if not callable(value):
+        return value
+    return await call_user_code("a function of the judge", value, context.case.row, limit_s=_CASE_TIMEOUT_S)
 
 
 def _as_context(attempt: Any) -> MeasureContext:

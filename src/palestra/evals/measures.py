@@ -6,10 +6,11 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, overload
 
-from palestra.core.calls import call_with_limit
-from palestra.core.errors import InputError, NotFoundError, PalestraError, SettingError, did_you_mean, text_of
+from palestra.core.calls import call_user_code
+from palestra.core.errors import InputError, NotFoundError, PalestraError, RolloutError, SettingError, did_you_mean
 from palestra.core.types import Message, Problem, ProgramResult, Score, ToolCall, ToolResult
 
 _EXAMPLE = """
@@ -167,27 +168,34 @@ async def run_measure(m: Measure, ctx: MeasureContext, timeout_s: float) -> Scor
     """The measure's verdict. One that raises, hangs or returns nonsense gives none, with the error recorded."""
     if m.group:
         return (await run_group_measure(m, [ctx], timeout_s))[0]
-    value, error = await _call(m, ctx, timeout_s)
-    return _failed(error) if error else as_score(m, value)
+    try:
+        score: Score = await call_user_code(
+            f"measure {m.name}", m.fn, ctx, limit_s=m.timeout_s or timeout_s, then=partial(as_score, m)
+        )
+        return score
+    except RolloutError as error:
+        return _failed(str(error))
 
 
 async def run_group_measure(m: Measure, contexts: Sequence[MeasureContext], timeout_s: float) -> list[Score]:
     """The verdicts of a measure that compares attempts at one case, one each; any other is run on each of them."""
     if not m.group:
         return list(await asyncio.gather(*(run_measure(m, context, timeout_s) for context in contexts)))
-    values, error = await _call(m, contexts, timeout_s)
-    if not error and (not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(contexts)):
+
+    def as_scores(values: Any) -> list[Score]:
+        if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == len(contexts):
+            return [as_score(m, value) for value in values]
         got = f"{len(values)} verdicts" if isinstance(values, Sequence) else f"a {type(values).__name__}"
         error = f"measure {m.name} returned {got} for {len(contexts)} attempts; return a list with one for each"
-    return [_failed(error)] * len(contexts) if error else [as_score(m, value) for value in values]
+        return [_failed(error)] * len(contexts)
 
-
-async def _call(m: Measure, argument: Any, timeout_s: float) -> tuple[Any, str]:
-    """What the measure returns, and why it returned nothing."""
     try:
-        return await call_with_limit(m.fn, argument, timeout_s=m.timeout_s or timeout_s), ""
-    except Exception as error:
-        return None, text_of(error, f"measure {m.name}")
+        scores: list[Score] = await call_user_code(
+            f"measure {m.name}", m.fn, contexts, limit_s=m.timeout_s or timeout_s, then=as_scores
+        )
+        return scores
+    except RolloutError as error:
+        return [_failed(str(error))] * len(contexts)
 
 
 def as_score(m: Measure, value: Any) -> Score:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from palestra.agents.tools.run import run_calls
-from palestra.core.calls import call_with_limit, user_code
+from palestra.core.calls import call_user_code, in_lane, user_code
 from palestra.core.errors import PalestraError, RolloutError, text_of
 from palestra.core.machine import phases
 from palestra.core.messages import number_calls, with_text
@@ -108,11 +108,12 @@ async def run_attempt(
     error = None
     scores = {}
     try:
-        stop = await play(speaker, episode, attempt, limits, seed)
-        if not speaker.shows_call_ids:
-            first = len(episode.prompt)
-            attempt.messages, attempt.tool_results = number_calls(attempt.messages, attempt.tool_results, first)
-        scores = dict(await wrap_user_error("scoring", episode.score(attempt.messages, attempt.tool_results)))
+        with in_lane(getattr(episode, "lane", None)):
+            stop = await play(speaker, episode, attempt, limits, seed)
+            if not speaker.shows_call_ids:
+                first = len(episode.prompt)
+                attempt.messages, attempt.tool_results = number_calls(attempt.messages, attempt.tool_results, first)
+            scores = dict(await wrap_user_error("scoring", episode.score(attempt.messages, attempt.tool_results)))
     except PalestraError as failure:
         stop, error = "failed", str(failure)
     finally:
@@ -192,19 +193,23 @@ async def sample_turn(
     if left <= 0:
         return "truncated"
     if callable(state_key := getattr(episode, "state_key", None)):
-        call = call_with_limit(
-            lambda: None if (k := state_key()) is None else encodable(str(k)), timeout_s=STEP_TIMEOUT_S
-        )
-        key: str | None = await wrap_user_error("state_key", call)
+        key = await call_user_code("state_key", state_key, limit_s=STEP_TIMEOUT_S, then=_state_text)
         if key is not None:
-            is_short = len(key) <= MAX_STATE_CHARS
-            attempt.states.append(key if is_short else hashlib.blake2b(key.encode(), digest_size=16).hexdigest())
+            attempt.states.append(key)
     message, finish = await speaker.generate(sampling.for_turn(left, seed))
     attempt.add(message)
     if finish == "stop":
         return None
     has_tokens_left = speaker.sampled_tokens < sampling.max_new_tokens
     return "context_full" if finish == "length" and bool(speaker.turns) and has_tokens_left else "truncated"
+
+
+def _state_text(key: Any) -> str | None:
+    """A key of a state as a text of limited length."""
+    text = None if key is None else encodable(str(key))
+    if text is None or len(text) <= MAX_STATE_CHARS:
+        return text
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 async def append_compacted(
@@ -237,10 +242,12 @@ async def append_compacted(
 
 
 async def wrap_user_error(boundary: str, call: Awaitable[T]) -> T:
-    """Name an error by the boundary that it crossed."""
+    """Name an error by the boundary that it crossed, unless `call_user_code` has named it."""
     try:
         with user_code():
             return await call
+    except RolloutError:
+        raise
     except Exception as error:
         raise RolloutError(text_of(error, boundary)) from error
 

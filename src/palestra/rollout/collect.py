@@ -212,7 +212,8 @@ class Collector(GroupCollector):
         return Started(problem, [], opened.reason) if isinstance(opened, NotOpened) else Started(problem, opened)
 
     def _abandon(self, *groups: Started | asyncio.Task[Started]) -> None:
-        """Close groups that were not attempted, and do not wait for those that are still opening."""
+        """Close groups that were not attempted. Waits neither for that nor for those that are still opening."""
+        episodes: list[Episode] = []
         for group in groups:
             if isinstance(group, asyncio.Task):
                 if group.cancel() or group.cancelled() or group.exception() is not None:
@@ -220,7 +221,8 @@ class Collector(GroupCollector):
                 group = group.result()
             if group.state is not None:
                 self.runner.close(group)
-            close_now(group.episodes)
+            episodes += group.episodes
+        close_now(episodes)
 
     def groups_at_once(self, group_size: int) -> int:
         limit = getattr(self.environment, "max_episodes", None)
@@ -266,7 +268,11 @@ class Collector(GroupCollector):
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 self.runner.close(started)
-                await close_episodes(episodes)
+                this = asyncio.current_task()
+                if this is not None and this.cancelling():  # Ctrl-C does not wait for a slow close
+                    close_now(episodes)
+                else:
+                    await close_episodes(episodes)
 
 
 @dataclass(frozen=True, slots=True)

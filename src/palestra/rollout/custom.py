@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from palestra.core.calls import call_user_code, in_lane
 from palestra.core.errors import PalestraError, RolloutError, UserCodeError
 from palestra.core.messages import to_dict
 from palestra.core.types import Rollout, StopReason, Turn
@@ -53,8 +54,8 @@ class FunctionRunner(Runner):
         prompts = [[to_dict(message) for message in e.prompt] for group in groups for e in group.episodes]
         if not prompts:
             return
-        call = asyncio.to_thread(self.function, prompts, self.trainer)
-        columns: Mapping[str, Sequence[Any]] = await wrap_user_error("rollout_func", call)
+        call = call_user_code("rollout_func", self.function, prompts, self.trainer, limit_s=math.inf)
+        columns: Mapping[str, Sequence[Any]] = await call
         if missing := [key for key in _NEEDED if not isinstance(columns, Mapping) or key not in columns]:
             raise UserCodeError(f"rollout_func gave no {', '.join(missing)}; expected a dict with {', '.join(_NEEDED)}")
         if wrong := {key: len(values) for key, values in columns.items() if len(values) != len(prompts)}:
@@ -77,7 +78,8 @@ class FunctionRunner(Runner):
         try:
             mask = columns.get("env_mask", [1] * len(completion))
             turns += _turns(completion, columns["logprobs"], mask, self.policy.version)
-            scores = dict(await wrap_user_error("scoring", episode.score(messages, ())))
+            with in_lane(getattr(episode, "lane", None)):
+                scores = dict(await wrap_user_error("scoring", episode.score(messages, ())))
         except PalestraError as failure:
             stop, error = "failed", str(failure)
         return Rollout(group.problem.id, tuple(turns), messages, stop, scores=scores, error=error)

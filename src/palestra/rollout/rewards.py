@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from palestra.core.calls import call_with_limit, user_code
-from palestra.core.errors import UserCodeError, text_of
+from palestra.core.calls import call_user_code
+from palestra.core.errors import RolloutError, UserCodeError
 from palestra.core.messages import prompt_length, to_dict
-from palestra.core.time_limit import time_limit
 from palestra.core.types import Group, Message, Problem, Rollout, Score
 from palestra.envs.base import Episode
 
@@ -146,23 +145,26 @@ class RewardFunctions:
             extras[column] = [str(value) for value in values]
 
         self._calls[name] += 1
-        try:
-            values = await call_with_limit(
-                self._locked, name, {**arguments, "log_extra": log_extra}, problem, timeout_s=REWARD_TIMEOUT_S
-            )
-            with time_limit(REWARD_TIMEOUT_S), user_code():  # of a generator
-                numbers = [None if v is None else float(v) for v in values]
-                if len(numbers) != count:
-                    raise ValueError(f"it gave {len(numbers)} values for {count} completions; return one each")
-                if wrong := [v for v in numbers if v is not None and not math.isfinite(v)]:
-                    raise ValueError(f"it gave {wrong[0]}; return finite numbers, or None where it does not apply")
+
+        def as_numbers(values: Iterable[Any]) -> list[float | None]:
+            numbers = [None if v is None else float(v) for v in values]
+            if len(numbers) != count:
+                raise ValueError(f"it gave {len(numbers)} values for {count} completions; return one each")
+            if wrong := [v for v in numbers if v is not None and not math.isfinite(v)]:
+                raise ValueError(f"it gave {wrong[0]}; return finite numbers, or None where it does not apply")
             return numbers
-        except Exception as error:
+
+        try:
+            passed = name, {**arguments, "log_extra": log_extra}, problem
+            numbers: list[float | None] = await call_user_code(
+                f"reward function {name}", self._locked, *passed, limit_s=REWARD_TIMEOUT_S, then=as_numbers
+            )
+            return numbers
+        except RolloutError as error:
             self._failures[name] += 1
-            reason = text_of(error, f"reward function {name}")
             if self._failures[name] == 1:
-                log.warning("%s; it is left out for that group, and such groups are counted as measure_errors", reason)
-            return [reason] * count
+                log.warning("%s; it is left out for that group, and such groups are counted as measure_errors", error)
+            return [str(error)] * count
 
     def _locked(self, name: str, arguments: Mapping[str, Any], problem: Problem) -> Any:
         """Call a function with the arguments that it has parameters for."""

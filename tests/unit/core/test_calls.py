@@ -8,8 +8,8 @@ import time
 import pytest
 
 from palestra.core import calls, time_limit
-from palestra.core.calls import OutOfThreads, call_with_limit, calls_with_limit, hung_calls, user_code
-from palestra.core.errors import CallTimeout, UserCodeExit, text_of
+from palestra.core.calls import AttemptStuck, Lane, OutOfThreads, call_user_code, hung_calls, in_lane, user_code
+from palestra.core.errors import RolloutError, UserCodeExit, text_of
 
 
 @pytest.fixture
@@ -20,8 +20,12 @@ def release():
     event.set()
 
 
-def call(fn, *args, timeout_s=5.0, **kwargs):
-    return asyncio.run(call_with_limit(fn, *args, timeout_s=timeout_s, **kwargs))
+def call(fn, *args, limit_s=5.0):
+    return asyncio.run(called(fn, *args, limit_s=limit_s))
+
+
+def called(fn, *args, limit_s):
+    return call_user_code("the tool", fn, *args, limit_s=limit_s)
 
 
 def test_sync_functions_run_in_a_thread_and_async_ones_on_the_event_loop():
@@ -37,8 +41,25 @@ def test_a_timeout_error_of_the_function_itself_is_not_taken_for_ours():
     def fails():
         raise TimeoutError("the database is slow")
 
-    with pytest.raises(TimeoutError, match="database"):
+    with pytest.raises(RolloutError, match=r"^the tool raised TimeoutError: the database is slow$"):
         call(fails)
+
+
+def test_what_is_made_of_a_result_is_made_where_the_function_runs():
+    async def where():
+        return threading.get_ident()
+
+    def both(result):
+        return result, threading.get_ident()
+
+    async def main():
+        ran, made = await call_user_code("", threading.get_ident, limit_s=5, then=both)
+        assert ran == made != threading.get_ident()
+        assert await call_user_code("", where, limit_s=5, then=lambda ident: ident + 1) == threading.get_ident() + 1
+        with pytest.raises(RolloutError, match="the tool raised ZeroDivisionError"):
+            await call_user_code("the tool", int, limit_s=5, then=lambda value: 1 / value)
+
+    asyncio.run(main())
 
 
 def test_quick_calls_have_ended_in_the_next_turn_of_the_loop_all_in_one_thread():
@@ -52,7 +73,7 @@ def test_quick_calls_have_ended_in_the_next_turn_of_the_loop_all_in_one_thread()
                 await asyncio.sleep(0)
 
         counting = asyncio.create_task(count())
-        found = await asyncio.gather(*(call_with_limit(threading.get_ident, timeout_s=5.0) for _ in range(100)))
+        found = await asyncio.gather(*(called(threading.get_ident, limit_s=5.0) for _ in range(100)))
         counting.cancel()
         return turns, set(found)
 
@@ -63,32 +84,14 @@ def test_quick_calls_have_ended_in_the_next_turn_of_the_loop_all_in_one_thread()
 
 def test_the_loop_goes_on_while_a_call_is_slow(release):
     async def main():
-        slow = asyncio.create_task(call_with_limit(release.wait, 120, timeout_s=150.0))
+        slow = asyncio.create_task(called(release.wait, 120, limit_s=150.0))
         await asyncio.sleep(0.05)
-        quick = await call_with_limit(lambda: "quick", timeout_s=100.0)
+        quick = await called(lambda: "quick", limit_s=100.0)
         is_slow = not slow.done()
         release.set()
         return quick, is_slow, await slow
 
     assert asyncio.run(main()) == ("quick", True, True)
-
-
-def test_the_first_failure_of_several_calls_is_raised_though_another_hangs(release):
-    def fails():
-        raise ValueError("no such table")
-
-    ended = []
-    with pytest.raises(ValueError, match="no such table"):
-        asyncio.run(calls_with_limit([lambda: ended.append(release.wait(120)), fails], timeout_s=150.0))
-    assert ended == []
-
-
-def test_several_calls_give_their_results_in_order_and_each_that_hangs_is_counted(release):
-    assert asyncio.run(calls_with_limit([lambda i=i: i for i in range(5)], timeout_s=5.0)) == [0, 1, 2, 3, 4]
-    assert until(lambda: hung_calls() == 0)
-    with pytest.raises(CallTimeout, match=r"longer than 0\.2 s"):
-        asyncio.run(calls_with_limit([lambda: release.wait(5)] * 2, timeout_s=0.2))
-    assert hung_calls() == 2
 
 
 def until(condition):
@@ -99,19 +102,19 @@ def until(condition):
 
 
 def test_only_a_call_that_has_ended_is_said_to_be_stopped(release):
-    with pytest.raises(CallTimeout) as hanging:
-        call(release.wait, 30, timeout_s=0.1)
-    with pytest.raises(CallTimeout) as stopped:
-        call(asyncio.sleep, 30, timeout_s=0.1)
-    assert str(hanging.value) == "took longer than 0.1 s"
-    assert str(stopped.value) == "took longer than 0.1 s and was stopped"
+    with pytest.raises(RolloutError) as hanging:
+        call(release.wait, 30, limit_s=0.1)
+    with pytest.raises(RolloutError) as stopped:
+        call(asyncio.sleep, 30, limit_s=0.1)
+    assert str(hanging.value) == "the tool took longer than 0.1 s"
+    assert str(stopped.value) == "the tool took longer than 0.1 s and was stopped"
 
 
 def test_hanging_calls_are_counted_until_they_end(release):
     assert until(lambda: hung_calls() == 0)
     for _ in range(3):
-        with pytest.raises(CallTimeout):
-            call(release.wait, 30, timeout_s=0.1)
+        with pytest.raises(RolloutError):
+            call(release.wait, 30, limit_s=0.1)
     assert hung_calls() == 3
     release.set()
     assert until(lambda: hung_calls() == 0)
@@ -119,10 +122,10 @@ def test_hanging_calls_are_counted_until_they_end(release):
 
 def test_too_many_hanging_calls_are_our_failure_and_not_an_exception_that_a_tool_might_raise(release, monkeypatch):
     monkeypatch.setattr(calls, "MAX_HUNG_CALLS", 1)
-    with pytest.raises(CallTimeout):
-        call(release.wait, 30, timeout_s=0.1)
+    with pytest.raises(RolloutError):
+        call(release.wait, 30, limit_s=0.1)
     with pytest.raises(OutOfThreads, match=r"2 calls of tools, measures .* ran past their time limit"):
-        call(release.wait, 30, timeout_s=0.1)
+        call(release.wait, 30, limit_s=0.1)
     assert not issubclass(OutOfThreads, Exception)
 
 
@@ -134,7 +137,7 @@ def test_a_thread_that_does_not_start_is_our_failure(monkeypatch):
         monkeypatch.setattr(calls, "_idle_workers", [])
         monkeypatch.setattr(threading.Thread, "start", refuse)
         try:
-            await call_with_limit(print, timeout_s=1)
+            await called(print, limit_s=1)
         finally:
             monkeypatch.undo()
 
@@ -144,7 +147,7 @@ def test_a_thread_that_does_not_start_is_our_failure(monkeypatch):
 
 def test_a_forked_child_starts_threads_of_its_own():
     async def child():
-        return await call_with_limit(lambda: 42, timeout_s=5)
+        return await called(lambda: 42, limit_s=5)
 
     call(print)  # leaves an idle thread, which a fork does not copy
     if (pid := os.fork()) == 0:
@@ -152,11 +155,88 @@ def test_a_forked_child_starts_threads_of_its_own():
     assert os.waitpid(pid, 0)[1] == 0
 
 
+def in_lanes(lanes, fn, *args, limit_s=30.0):
+    """The outcomes of a call in each lane, all at once."""
+
+    async def one(lane):
+        with in_lane(lane):
+            return await called(fn, *args, limit_s=limit_s)
+
+    async def all_of_them():
+        return await asyncio.gather(*map(one, lanes), return_exceptions=True)
+
+    return asyncio.run(all_of_them())
+
+
+def test_all_calls_of_a_lane_run_in_one_thread_one_after_the_other_quick_or_slow():
+    lanes, running = [Lane(), Lane()], []
+
+    def slow():
+        running.append(threading.get_ident())
+        assert running.count(threading.get_ident()) == 1
+        time.sleep(0.02)
+        running.remove(threading.get_ident())
+        return threading.get_ident()
+
+    first = in_lanes(lanes, threading.get_ident)
+    assert len(set(first)) == 2
+    assert in_lanes(lanes * 3, slow) == first * 3
+    assert in_lanes(lanes, threading.get_ident) == first
+    for lane in lanes:
+        lane.end()
+
+
+def test_a_lane_is_a_thread_that_others_get_when_it_has_ended(release):
+    def of(lane):
+        return in_lanes([lane], threading.get_ident)[0]
+
+    lane, closed = Lane(), []
+    ident = of(lane)
+    lane.end(lambda: closed.append(threading.get_ident()))
+    assert until(lambda: closed == [ident])
+    assert until(lambda: not calls._ending)
+    again = [Lane() for _ in range(len(calls._idle_workers))]
+    assert ident in [of(lane) for lane in again]
+    for lane in again:
+        lane.end()
+
+
+def test_calls_in_lanes_run_at_once_and_do_not_stop_the_event_loop(release):
+    all_run = threading.Barrier(50)
+    lanes = [Lane() for _ in range(50)]
+    assert sorted(in_lanes(lanes, all_run.wait, 60)) == list(range(50))
+    for lane in lanes:
+        lane.end()
+
+
+def test_the_limit_of_a_call_in_a_lane_begins_when_it_begins():
+    lane = Lane()
+    assert in_lanes([lane] * 4, time.sleep, 0.3, limit_s=1.0) == [None] * 4
+    lane.end()
+
+
+def test_a_lane_whose_call_hangs_fails_its_attempt_and_closes_it_when_the_call_ends(release):
+    assert until(lambda: hung_calls() == 0)
+    lane, closed = Lane(), []
+    hung, waiting = in_lanes([lane, lane], release.wait, 30, limit_s=0.1)
+    assert (type(hung), str(hung)) == (AttemptStuck, "the tool took longer than 0.1 s")
+    assert type(waiting) is AttemptStuck
+    [later] = in_lanes([lane], print)
+    assert type(later) is AttemptStuck
+    assert "still runs" in str(later)
+    assert hung_calls() == 1
+    lane.end(lambda: closed.append("closed"))
+    assert closed == []
+    release.set()
+    assert until(lambda: closed == ["closed"])
+    assert until(lambda: hung_calls() == 0)
+
+
 def test_hundreds_of_blocking_calls_run_at_once():
     all_run = threading.Barrier(200)
 
     async def all_of_them():
-        return await asyncio.gather(*(call_with_limit(all_run.wait, 60, timeout_s=120) for _ in range(200)))
+        return await asyncio.gather(*(called(all_run.wait, 60, limit_s=120) for _ in range(200)))
 
     assert sorted(asyncio.run(all_of_them())) == list(range(200))
 
@@ -168,8 +248,8 @@ def test_a_thread_that_ends_after_its_loop_closed_says_nothing(capsys):
         release.wait(10)
         ended.set()
 
-    with pytest.raises(CallTimeout):
-        call(late, timeout_s=0.1)
+    with pytest.raises(RolloutError):
+        call(late, limit_s=0.1)
     release.set()
     assert ended.wait(5)
     time.sleep(0.05)
@@ -194,10 +274,11 @@ def raising(error):
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("error", [Panic("a"), SystemExit(0), GeneratorExit(), asyncio.CancelledError()], ids=repr)
 def test_what_is_no_exception_is_raised_as_one_with_the_same_text(error, is_async):
-    with pytest.raises(UserCodeExit) as raised:
-        asyncio.run(call_with_limit(raising(error)[is_async], timeout_s=5))
-    assert raised.value.__cause__ is error
-    assert text_of(raised.value) == text_of(error)
+    with pytest.raises(RolloutError) as raised:
+        call(raising(error)[is_async])
+    assert isinstance(raised.value.__cause__, UserCodeExit)
+    assert raised.value.__cause__.__cause__ is error
+    assert str(raised.value) == f"the tool raised {text_of(error)}"
 
 
 def test_async_code_cancels_only_its_own_task():
@@ -206,8 +287,8 @@ def test_async_code_cancels_only_its_own_task():
         await asyncio.sleep(30)
 
     async def main():
-        with pytest.raises(UserCodeExit):
-            await call_with_limit(cancels, timeout_s=30)
+        with pytest.raises(RolloutError):
+            await called(cancels, limit_s=30)
         return asyncio.current_task().cancelling()
 
     assert asyncio.run(main()) == 0
@@ -216,7 +297,7 @@ def test_async_code_cancels_only_its_own_task():
 @pytest.mark.parametrize("waits", [asyncio.Event().wait, lambda: threading.Event().wait(2)])
 def test_the_cancellation_of_the_caller_is_none_of_the_code(waits):
     async def main():
-        task = asyncio.create_task(call_with_limit(waits, timeout_s=30))
+        task = asyncio.create_task(called(waits, limit_s=30))
         await asyncio.sleep(0.02)
         task.cancel()
         await asyncio.wait([task])
@@ -251,7 +332,7 @@ def test_async_code_that_blocks_the_event_loop_is_named(named):
         while not named:
             time.sleep(0.01)
 
-    asyncio.run(call_with_limit(look_up, timeout_s=30))
+    asyncio.run(called(look_up, limit_s=30))
     assert named == ["look_up"]
 
 
@@ -277,9 +358,9 @@ def test_async_code_that_blocks_the_event_loop_for_ever_is_stopped(named, block,
 
     async def main():
         for _ in range(2):
-            with pytest.raises(CallTimeout, match=r"blocked the event loop for more than 0.1 s and was stopped"):
-                await call_with_limit(look_up, timeout_s=0.1)
-        return await call_with_limit(asyncio.sleep, 0.2, "still works", timeout_s=5)
+            with pytest.raises(RolloutError, match=r"blocked the event loop for more than 0.1 s and was stopped"):
+                await called(look_up, limit_s=0.1)
+        return await called(asyncio.sleep, 0.2, "still works", limit_s=5)
 
     assert asyncio.run(main()) == "still works"
     assert named == ["blocks" if in_task_of_its_own else "look_up"] * 2
@@ -295,9 +376,9 @@ def test_our_own_work_on_the_event_loop_is_not_stopped(named):
             asyncio.get_running_loop().create_task(names["drive"](time.sleep))
             await asyncio.sleep(0.05)
 
-        await call_with_limit(judge, timeout_s=0.1)
+        await called(judge, limit_s=0.1)
 
-    with pytest.raises(CallTimeout, match="took longer than"):
+    with pytest.raises(RolloutError, match="took longer than"):
         asyncio.run(main())
     assert named == []
 

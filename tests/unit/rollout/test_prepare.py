@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from builders import wait_until
 from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 
 from palestra.core.errors import PalestraError
@@ -42,7 +43,7 @@ class Prepared:
         return [(group.problem_id, [(r.messages, r.stop, r.error) for r in group.rollouts]) for group in groups]
 
     def assert_all_closed(self) -> None:
-        assert {episode.closed for episode in self.environment.episodes} == {1}
+        wait_until(lambda: {episode.closed for episode in self.environment.episodes} == {1})
         assert self.policy.opened == self.policy.closed
 
 

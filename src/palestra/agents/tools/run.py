@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
@@ -13,17 +12,24 @@ from typing import Any
 from pydantic_core import ValidationError, to_jsonable_python
 
 from palestra.agents.tools.tool import Tool
-from palestra.core.calls import call_with_limit, user_code
-from palestra.core.errors import did_you_mean, text_of
+from palestra.core.calls import AttemptStuck, call_user_code
+from palestra.core.errors import RolloutError, did_you_mean, text_of
 from palestra.core.text import encodable, shorten
-from palestra.core.time_limit import time_limit
 from palestra.core.types import ToolCall, ToolResult
 
 MAX_ERROR_CHARS = 300
+NO_SIGNALS = (
+    "uses signals (signal.alarm, signal.setitimer or signal.signal), which work in the main thread alone, while tools "
+    "run in other threads; leave them out, and limit a tool's time by rollout.tool_timeout_s"
+)
 
 
 class ArgumentError(Exception):
     """Arguments that do not fit the tool; its text is for the model to read."""
+
+
+class NoText(Exception):
+    """A tool returned something that has no text form."""
 
 
 def read_arguments(tool: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +129,10 @@ def _short(value: Any) -> str:
 async def run_calls(
     tools: Mapping[str, Tool], calls: Sequence[ToolCall], timeout_s: float, max_result_chars: int = 20_000
 ) -> list[ToolResult]:
-    """The results of all calls, in their order. Errors are results that the model reads, never raised."""
+    """The results of all calls, in their order. Errors are results that the model reads; only AttemptStuck is raised.
+
+    The calls run concurrently; in a lane, one after the other.
+    """
     if len(calls) == 1:
         return [await _run_call(tools, calls[0], timeout_s, max_result_chars)]
     return list(await asyncio.gather(*(_run_call(tools, call, timeout_s, max_result_chars) for call in calls)))
@@ -144,31 +153,28 @@ async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float,
         known = f"The tools are: {', '.join(tools)}." if tools else "There are no tools."
         return failed(f"there is no tool {call.name!r}.{did_you_mean(call.name, tools)} {known}")
     try:
-        arguments = read_arguments(tool, call.arguments)
-        value = await _call(tool, arguments, timeout_s)
+        function = partial(tool.fn, **read_arguments(tool, call.arguments))
+        content = await call_user_code(call.name, function, limit_s=timeout_s, then=_text)
     except ArgumentError as problem:
         return failed(str(problem))
-    except Exception as error:
-        return failed(text_of(error, call.name), raised=True)
-    try:
-        text = value
-        if not isinstance(value, str):
-            with time_limit(timeout_s), user_code():  # of a generator or an object with a text of its own
-                text = json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
-        content = encodable(text)
-    except Exception as error:
-        kind = f"{type(value).__name__}, which has no text form"
-        return failed(f"{call.name} returned {kind} ({text_of(error)})", raised=True)
+    except AttemptStuck:
+        raise
+    except RolloutError as error:
+        match error.__cause__:
+            case NoText(args=(problem,)):
+                return failed(f"{call.name} returned {problem}", raised=True)
+            case ValueError() as cause if "signal only works in main thread" in text_of(cause):
+                return failed(f"{call.name} {NO_SIGNALS}", raised=True)
+        return failed(str(error), raised=True)
     return ToolResult(call, shorten(content, max_chars), seconds=time.perf_counter() - started)
 
 
-async def _call(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> Any:
-    """Call the function in a thread; here if it sets a signal handler (signal.alarm), as only the main thread may."""
+def _text(value: Any) -> str:
+    """What the model reads of what a tool returned, which may be a generator or an object with a text of its own."""
     try:
-        return await call_with_limit(tool.fn, timeout_s=timeout_s, **arguments)
-    except ValueError as error:
-        is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or "signal only works in main thread" not in text_of(error):
-            raise
-    with time_limit(timeout_s), user_code():
-        return tool.fn(**arguments)
+        text = (
+            value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
+        )
+        return encodable(text)
+    except Exception as error:
+        raise NoText(f"{type(value).__name__}, which has no text form ({text_of(error)})") from error

@@ -7,11 +7,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from palestra.agents.tools.run import ArgumentError, read_arguments
-from palestra.core.calls import OutOfThreads, call_with_limit
+from palestra.core.calls import OutOfThreads, call_user_code
 from palestra.core.errors import did_you_mean
 from palestra.envs.discover import discover
 from palestra.extras.agent_tools.answers import Answer, Refusal, answer, closest, require_json, short
@@ -167,9 +167,8 @@ async def call_in_thread(
     """Call a tool from an event loop; cancelling the coroutine stops the work, too."""
     cancelled = threading.Event()
     try:
-        answer: Answer = await call_with_limit(
-            tools.call, name, arguments, progress=progress, cancelled=cancelled, timeout_s=_LONGEST_CALL_S
-        )
+        call = partial(tools.call, name, arguments, progress=progress, cancelled=cancelled)
+        answer: Answer = await call_user_code(name, call, limit_s=_LONGEST_CALL_S)
         return answer
     except OutOfThreads as error:
         return {"error": str(error)}

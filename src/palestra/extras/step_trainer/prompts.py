@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from palestra.core.calls import call_with_limit
+from palestra.core.calls import call_user_code
 from palestra.core.config import RunConfig
 from palestra.core.errors import InputError, UserCodeError
 from palestra.core.messages import as_messages
@@ -96,7 +96,8 @@ class PromptEpisode:
     async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
         if self.reward is None:
             return {}
-        value = await call_with_limit(self.reward, messages[-1].text, self.problem.expect, timeout_s=REWARD_TIMEOUT_S)
+        answer = messages[-1].text
+        value = await call_user_code("scoring", self.reward, answer, self.problem.expect, limit_s=REWARD_TIMEOUT_S)
         return {"reward": Score(value, value >= 1.0)}
 
     def close(self) -> None: ...

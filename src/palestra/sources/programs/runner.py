@@ -14,13 +14,13 @@ from statistics import fmean
 from typing import Any
 
 from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
+from palestra.core.calls import in_lane
 from palestra.core.errors import PalestraError, RolloutError, text_of
 from palestra.core.messages import to_dict
 from palestra.core.types import Group, Lineage, Message, Problem, ProgramResult, Rollout, SamplingParams, Score
 from palestra.envs.base import Episode
-from palestra.envs.running import Opener
+from palestra.envs.running import NotOpened, Opener
 from palestra.envs.suite_env import SuiteEnvironment, SuiteEpisode
-from palestra.rollout.agent_loop import wrap_user_error
 from palestra.rollout.collect import Runner, Started
 from palestra.rollout.rewards import MAIN_ROLE, role_score
 from palestra.servers.forwarding import ForwardedAgent
@@ -223,11 +223,14 @@ class ProgramRunner(Runner):
             error = result.explain_silence()
         rollout, scores = replace(rollout, info={**rollout.info, **result.record()}), dict[str, Score]()
         try:
-            episode = await wrap_user_error("opening an episode", self._open(problem))
-            episode = replace(episode, program=result, agents=conversations, roles=self.roles.labels)
+            opened: Any = await Opener(self.environment).open(problem, 1)
+            if isinstance(opened, NotOpened):
+                raise RolloutError(opened.reason)
+            episode: SuiteEpisode = replace(opened[0], program=result, agents=conversations, roles=self.roles.labels)
             group.episodes[i] = episode
             if error is None:
-                scores = dict(await wrap_user_error("scoring", episode.score(rollout.messages, rollout.tool_results)))
+                with in_lane(episode.lane):
+                    scores = dict(await episode.score(rollout.messages, rollout.tool_results))
                 if result.reward is not None:
                     passed = None if scores else result.reward >= 1.0
                     scores[POSTED] = Score(result.reward, passed, "posted by the agent")
@@ -236,9 +239,6 @@ class ProgramRunner(Runner):
         except PalestraError as failure:
             error = error or str(failure)
         return replace(rollout, scores=scores, error=error, stop="failed" if error else rollout.stop)
-
-    async def _open(self, problem: Problem) -> SuiteEpisode:
-        return self.environment.open(problem)
 
 
 def case_of(problem: Problem, hidden: Container[str] = ("expect",)) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def test_what_the_model_reads(call, words, raised):
     assert result.ok != ("Error" in result.content)
 
 
-@pytest.mark.parametrize("kind", ["value", "exit", "stop", "other"])
+@pytest.mark.parametrize("kind", ["value", "exit", "stop", "interrupt", "other"])
 def test_a_tool_that_raises_is_answered_shortly(kind):
     result = run_one("explode", kind=kind)
     assert not result.ok
@@ -217,10 +217,7 @@ def test_a_tool_past_its_time_is_answered(name, words):
     assert result.seconds < 1.5
 
 
-def test_an_interrupt_and_cancellation_pass_through():
-    with pytest.raises(KeyboardInterrupt):
-        run_one("explode", kind="interrupt")
-
+def test_a_cancellation_passes_through():
     async def cancel_it():
         task = asyncio.create_task(run_calls(TOOLS, [ToolCall("c", "wait", {"seconds": 30})], 60))
         await asyncio.sleep(0.05)
@@ -313,13 +310,17 @@ def test_a_slow_pattern_of_a_schema_is_not_run_and_nothing_is_downloaded():
         assert find_mismatch(value, schema) is None
 
 
-def test_a_tool_that_sets_an_alarm_runs_in_the_main_thread():
+def test_a_tool_that_sets_an_alarm_fails_with_what_to_use_instead_and_is_called_once():
+    called = []
+
     @function_tool
     def guarded(item: str) -> str:
         """Look up, at most for a second."""
-        before = signal.signal(signal.SIGALRM, lambda *_: None)
-        signal.signal(signal.SIGALRM, before)
+        called.append(item)
+        signal.signal(signal.SIGALRM, lambda *_: None)
         return f"{item} found"
 
     [result] = asyncio.run(run_calls({"guarded": guarded}, [ToolCall("a", "guarded", {"item": "lamp"})], 5.0))
-    assert (result.ok, result.content) == (True, "lamp found")
+    assert (result.ok, result.raised, called) == (False, True, ["lamp"])
+    assert "work in the main thread alone" in result.content
+    assert "rollout.tool_timeout_s" in result.content
