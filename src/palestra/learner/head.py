@@ -61,6 +61,7 @@ class ScoringHead(nn.Module):
     def __init__(self, output: Any, rule: LogitRule) -> None:
         super().__init__()
         self.output = output  # the model's own layer: its weights are trained
+        self._linear = (base_linear(output),)  # in a tuple, so that it is no second submodule
         self.rule = rule
 
     def forward(
@@ -97,7 +98,7 @@ class ScoringHead(nn.Module):
 
     def _weights(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
         """The output layer's weight and bias, and what its adapter, if switched on, makes of the hidden states."""
-        linear, adapter = base_linear(self.output), None
+        (linear,), adapter = self._linear, None
         if linear is not self.output and not self.output.disable_adapters:
             found = adapter_of(self.output)
             assert found is not None
