@@ -28,13 +28,12 @@ from palestra.core.types import Finish, Grammar, SamplingParams, Turn
 from palestra.engine.attention import unchunked_context
 from palestra.engine.check import check_logprobs
 from palestra.engine.cpu.runner import CpuRunner
-from palestra.engine.pages import PagePool
 from palestra.engine.recurrent import state_bytes
 from palestra.engine.routing import ExpertRouting, RoutingRecord
 from palestra.engine.runner import GIB, Runner, default_kv_bytes
 from palestra.engine.sampler import StopStrings, check_params
 from palestra.engine.scheduler import Scheduler
-from palestra.engine.session import Chunk, Collect, Emission, Job, Session, no_emissions
+from palestra.engine.session import Chunk, Collect, Emission, Job, PagePool, Session, no_emissions
 from palestra.engine.state_slots import StateSlots
 from palestra.engine.supported import NO_EXACT, CacheTooLarge, KVShape, kv_shape, text_config
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from palestra.engine.pages import PagePool, PrefixIndex
 from palestra.engine.runner import KVMemory
-from palestra.engine.session import Chunk, Job, Session
+from palestra.engine.session import Chunk, Job, PagePool, PrefixIndex, Session
 from palestra.engine.state_slots import StateSlots
 
 MAX_KEPT = 256  # closed sessions whose KV stays
