@@ -175,3 +175,9 @@ class Batch:
         predicted = mask.copy()
         predicted[self.offsets[:-1][self.lengths > 0]] = False
         return predicted
+
+    def loss_lengths(self) -> tuple[Array, Array]:
+        """[R] tokens of each row that count in the policy loss (targets, if there are any), and in the ECHO term."""
+        if self.targets is not None:
+            return np.diff(self.targets.offsets), np.zeros(self.rows, int)
+        return self.count(self.predicted(self.policy_mask)), self.count(self.predicted(self.echo_mask))

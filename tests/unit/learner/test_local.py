@@ -98,7 +98,7 @@ def test_micro_batches_are_padded_also_when_graphs_had_to_give_their_memory_back
     for change in (lambda: None, graphs.forget, lambda: setattr(graphs, "pads", False)):
         change()
         packed = learner._packed(Batch.of(make_samples()), echo=False)
-        shapes += [micro.layout.bounds.shape for micro in packed.micro_batches]
+        shapes += [micro.layout.bounds.shape for micro in packed]
     assert shapes[0] is not None
     assert shapes == [shapes[0], shapes[0], None]
 

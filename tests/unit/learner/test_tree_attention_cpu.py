@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from palestra.algo.batching import Tree
-from palestra.learner.patches import FastNorms, ModulePatches, last_mlp_at
-from palestra.learner.tree_attention import Layout, Reach, cpu_trees, masked_trees
+from palestra.engine.attention import ModulePatches
+from palestra.learner.forward import FastNorms, last_mlp_at
+from palestra.learner.masked_attention import Reach, masked_trees
+from palestra.learner.tree_attention import Layout, cpu_trees
 
 TREES = (Tree(0, 5, (3, 3, 4, 1)), Tree(16, 0, (6,)), Tree(22, 4, (2, 2)), Tree(30, 3, ()))
 
