@@ -200,20 +200,20 @@ def pack(
             used += new
             count += 1
         batches[-1].append((prompt_length, tree))
-    divided = [trees for trees in batches if trees]
-    return [_micro_batch(scored, root if len(trees) > 1 else 0, trees) for trees in divided]
+    return [_micro_batch(scored, root if len(trees) > 1 else 0, trees) for trees in batches if trees]
 
 
 def _common_beginning(scored: _Scored, families: _Trees) -> int:
     """How many tokens all rows begin with, of those from which nothing is predicted that is scored."""
     tokens, starts = scored.batch.token_ids, scored.starts.tolist()
-    length = min(scored.unread[row] for _, family in families for row in family)
+    length = min(min(map(scored.unread.__getitem__, family)) for _, family in families)
     first = starts[families[0][1][0]]
-    # Siblings have the same prompt: if it is long enough, one of them is compared.
-    for row in (row for prompt, family in families for row in (family if prompt < length else family[:1])):
-        differ = tokens[starts[row] : starts[row] + length] != tokens[first : first + length]
-        if differ.any():
-            length = int(differ.argmax())
+    for prompt, family in families:
+        # Siblings have the same prompt: if it is long enough, one of them is compared.
+        for row in family if prompt < length else family[:1]:
+            differ = tokens[starts[row] : starts[row] + length] != tokens[first : first + length]
+            if differ.any():
+                length = int(differ.argmax())
     # No prompt has a single token behind it: recurrent layers update a state in place then, past autograd.
     behind = {prompt for prompt, family in families if len(family) > 1}
     while length + 1 in behind:
@@ -224,7 +224,7 @@ def _common_beginning(scored: _Scored, families: _Trees) -> int:
 def _tokens(scored: _Scored, root: int, prompt_length: int, family: list[int]) -> int:
     """The tokens of a tree behind the root."""
     shared = max(prompt_length, root)
-    return shared - root + sum(scored.fed[row] - shared for row in family)
+    return shared - root + sum(map(scored.fed.__getitem__, family)) - shared * len(family)
 
 
 def _even_limit(sizes: Sequence[int], limit: int, at_least: int = 1) -> int:
@@ -249,8 +249,11 @@ def _even_limit(sizes: Sequence[int], limit: int, at_least: int = 1) -> int:
         return limit
     count = max(batches(limit), at_least)
     share = -(-sum(sizes) // count)
-    tried = (max(largest, share + largest * eighth // 8) for eighth in range(9))
-    return next((lower for lower in tried if lower <= limit and batches(lower) <= count), limit)
+    for eighth in range(9):
+        lower = max(largest, share + largest * eighth // 8)
+        if lower <= limit and batches(lower) <= count:
+            return lower
+    return limit
 
 
 def nothing_scored() -> MicroBatch:
@@ -292,23 +295,25 @@ def _micro_batch(scored: _Scored, root: int, groups: _Trees) -> MicroBatch:
     runs: list[tuple[int, int, int]] = [(groups[0][1][0], 0, root)]
     # Of each row: where it would begin if its tree held the root, tokens shared with others, start of its own.
     places: list[tuple[int, int, int]] = []
+    index: list[int] = []
     start = root
     for prompt_length, rows in groups:
+        index += rows
         shared = max(prompt_length if len(rows) > 1 else 0, root)  # a lone row is one causal run
         runs.append((rows[0], root, shared))
         own_start = start + shared - root
+        lengths: list[int] = []
         for row in rows:
             runs.append((row, shared, scored.fed[row]))
             places.append((start - root, shared, own_start))
-            own_start += scored.fed[row] - shared
-        own = (scored.fed[row] - shared for row in rows)
-        trees.append(Tree(start, shared - root, tuple(length for length in own if length)))
+            lengths.append(scored.fed[row] - shared)
+            own_start += lengths[-1]
+        trees.append(Tree(start, shared - root, tuple(filter(None, lengths))))
         start = own_start
     row_of_run, first, last = np.array(runs).T
     positions = ragged_arange(first, last - first)
     flat = positions + np.repeat(scored.starts[row_of_run], last - first)
     recorded = scored.batch.sampled.get("routing")
-    index = np.array([row for _, rows in groups for row in rows])
     counts = scored.counts[index]
     chosen = ragged_arange(scored.first[index], counts)
     tree_start, shared_tokens, own_starts = np.repeat(np.array(places).T, counts, axis=1)
@@ -349,8 +354,11 @@ def _scored_tokens(
             each = np.searchsorted(kept, first)[inverse]
             source, target = source[kept], target[kept]
     columns = {name: torch.from_numpy(column[at].astype(np.float32, copy=False)) for name, column in inputs.items()}
-    tensors = {"source": source, "target": target, "policy": policy, "echo": echo}
-    return {name: torch.from_numpy(value) for name, value in tensors.items()} | {
+    return {
+        "source": torch.from_numpy(source),
+        "target": torch.from_numpy(target),
+        "policy": torch.from_numpy(policy),
+        "echo": torch.from_numpy(echo),
         "inputs": columns,
         "each": None if each is None else torch.from_numpy(each),
     }

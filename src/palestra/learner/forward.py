@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from palestra.algo.batching import MicroBatch, take_rows
 from palestra.algo.step_loss import LossGradient
@@ -34,7 +35,7 @@ from palestra.learner.compiled_layers import LAYOUTS, compile_layers
 from palestra.learner.graphs import Graphs, can_be_captured
 from palestra.learner.head import LogitRule, ScoringHead, kept_logits, logit_rule, top_of
 from palestra.learner.self_check import choose_mode
-from palestra.learner.tree_attention import Layout, use_tree_attention
+from palestra.learner.tree_attention import NAME, Layout, tree_attention
 from palestra.learner.tree_recurrence import over_trees
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ class Scorer(nn.Module):
         self.mode: Mode = mode or "trees"
         self._recurrent = RecurrentLayers(self.model)
         self._layout: Layout | None = None
-        on_cpu = self.model.device.type == "cpu"
-        self._norms = FastNorms(self.model) if on_cpu else None
+        self._on_cpu = self.model.device.type == "cpu"
+        self._norms = fast_norms(self.model) if self._on_cpu else []
         self._decoder, self.layers = (decoder_of(self.model),), decoder_layers(self.model)  # no further submodules
         self.graphs: Graphs | None = None
         self.exact: ExactForward | None = None
@@ -135,10 +136,11 @@ class Scorer(nn.Module):
                 patches.enter_context(self.routing.use())
             if training is not None:
                 patches.set_training(self.model, training)
-            if self._norms is not None:
-                self._norms.use(patches)
+            for norm, stand_in in self._norms:
+                patches.set(norm, "forward", stand_in)
             if is_packed:
-                use_tree_attention(self.model, patches)
+                AttentionInterface.register(NAME, tree_attention)
+                patches.set(self.model.config, "_attn_implementation", NAME)
             if self.compiled:
                 compile_layers(self.layers, patches, with_hooks=not self.in_shards)
             if self.exact is not None:
@@ -209,7 +211,7 @@ class Scorer(nn.Module):
         if self.routing is not None:
             self.routing.start(None if micro.routing is None else layout.reorder(micro.routing))
         with ModulePatches() as patches:
-            if not again and self._norms is not None:
+            if self._on_cpu and not again:
                 last_mlp_at(self.layers, micro.source, len(micro.token_ids), patches)
             return self._run_layers(ids, positions, layout)
 
@@ -230,8 +232,7 @@ class Scorer(nn.Module):
 
     def routing_mismatch(self, micro: MicroBatch) -> tuple[Tensor, Tensor] | None:
         """`RoutingReplay.mismatch` of the last pass, where policy tokens were predicted; None: nothing is known."""
-        if self.routing is None:
-            return None
+        assert self.routing is not None
         source = micro.source[micro.policy if micro.each is None else micro.each[micro.policy]]
         if self.mode == "trees":
             return self.routing.mismatch(micro.layout.computed_at(source))
@@ -271,26 +272,19 @@ class Scorer(nn.Module):
         return ids, torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
 
 
-class FastNorms:
-    """Faster RMS norms for a model on a CPU: without them, the embedded model's update takes 7 % longer.
+def fast_norms(model: nn.Module) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+    """A model's RMS norms, and a faster forward of each on a CPU: the embedded model's update takes 7 % less time.
 
     Families write the norm differently (some scale by 1 + weight), so each class is compared with the formula first.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        found = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and norm_epsilon(m) is not None]
-        first = {type(m): m for m in reversed(found)}
-        standard = {kind for kind, norm in first.items() if is_standard_rms_norm(norm)}
-        self._stand_ins = [(m, _trained(m)) for m in found if type(m) in standard]
+    def stand_in(module: Any, epsilon: float | None) -> Callable[[Tensor], Tensor]:
+        return lambda x: _RmsNorm.apply(x, module.weight, epsilon)
 
-    def use(self, patches: ModulePatches) -> None:
-        for module, stand_in in self._stand_ins:
-            patches.set(module, "forward", stand_in)
-
-
-def _trained(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    epsilon = norm_epsilon(module)
-    return lambda x: _RmsNorm.apply(x, module.weight, epsilon)
+    norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and norm_epsilon(m) is not None]
+    first = {type(m): m for m in reversed(norms)}
+    standard = {kind for kind, norm in first.items() if is_standard_rms_norm(norm)}
+    return [(m, stand_in(m, norm_epsilon(m))) for m in norms if type(m) in standard]
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -259,7 +259,7 @@ class LocalLearner:
         packed = self._pack(batch, echo=echo)
         outputs = LocalOutputs.empty(batch, loss, self.device)
         weights = torch.tensor(loss.weights, device=self.device)
-        if self._replicas is not None and (parts := min(self._parts_of(batch), len(packed))) > 1:
+        if self._replicas is not None and (parts := min(self._replicas.parts_of(batch), len(packed))) > 1:
 
             def work(scorer: Scorer, part: int) -> list[Any]:
                 return [self._gradient(scorer, m, outputs, weights) for m in packed[part::parts]]
@@ -316,7 +316,7 @@ class LocalLearner:
             )
             logprobs, entropies = micro.of_each(logprobs), micro.of_each(entropies)
             terms = loss(tokens, logprobs, entropies)
-            if (mismatch := scorer.routing_mismatch(micro)) is not None:
+            if scorer.routing is not None and (mismatch := scorer.routing_mismatch(micro)) is not None:
                 stats = TokenStats(sums={"routing_mismatch": mismatch[0]}, counts={"routing_mismatch": mismatch[1]})
                 terms = replace(terms, stats=terms.stats + stats)
         if trains:
@@ -418,10 +418,6 @@ class LocalLearner:
         self._packings[batch] = echo, packed
         return packed
 
-    def _parts_of(self, batch: Batch) -> int:
-        """Number of parts of a batch that are computed side by side."""
-        return 1 if self._replicas is None else self._replicas.parts_of(batch)
-
     def _packed(self, batch: Batch, *, echo: bool, rows: Collection[int] | None = None) -> list[MicroBatch]:
         graphs = self._scorer.graphs
         with phases("packing"):
@@ -433,7 +429,7 @@ class LocalLearner:
                 echo=echo,
                 device=self.device,
                 rows=rows,
-                at_least=self._parts_of(batch),
+                at_least=1 if self._replicas is None else self._replicas.parts_of(batch),
                 min_root=self._min_root,
                 shapes=self._shapes if graphs is not None and graphs.pads else None,
             )

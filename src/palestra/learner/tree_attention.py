@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from palestra.algo.batch import Batch
 from palestra.algo.batching import MicroBatch, Run, Tree, pack
 from palestra.core.errors import UnsupportedModel
 from palestra.core.machine import to_device
-from palestra.engine.attention import ModulePatches, attention_chunk, query_scales, scales_queries
+from palestra.engine.attention import attention_chunk, query_scales, scales_queries
 from palestra.engine.recurrent import RecurrentLayer
 from palestra.learner.masked_attention import Reach, masked_trees
 from palestra.learner.shapes import Shapes
@@ -196,8 +195,8 @@ def tree_attention(
     window = sliding_window if sliding_window is not None and sliding_window < longest else 0
     in_chunks = chunk is not None and chunk < longest
     is_plain = softcap is None and s_aux is None and not window and not in_chunks
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     with_windows = layout.flash_windows and softcap is None and not in_chunks
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     if flash_fits(q, v) and (is_plain or (with_windows and (not window or layout.bounds.shape is None))):
         # Repeated here, where a compiled layer fuses it and its gradient's sum; the kernel's own sum is slow.
         k, v = (repeated(x, q.shape[1]) for x in (k, v))
@@ -217,19 +216,13 @@ def tree_attention(
 def flash_fits(query: Tensor, value: Tensor) -> bool:
     """Whether the GPU kernels take these heads."""
     size = query.shape[-1]
-    return query.is_cuda and query.dtype in HALF and size % 8 == 0 and size <= 256 and value.shape[-1] <= size
+    return query.is_cuda and query.dtype in HALF and size % 8 == 0 and value.shape[-1] <= size <= 256
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
     """[T, K, D] -> [T, heads, D], if each key-value head serves few heads of queries; else as it is."""
     share = heads // x.shape[1]
     return x[:, :, None].expand(-1, -1, share, -1).flatten(1, 2) if 1 < share <= MAX_REPEATS else x
-
-
-def use_tree_attention(model: Any, patches: ModulePatches) -> None:
-    """Let the model attend over trees; backward passes must happen before the patch is undone."""
-    AttentionInterface.register(NAME, tree_attention)
-    patches.set(model.config, "_attn_implementation", NAME)
 
 
 MAX_PADDING = 1.1  # times the length of the shortest run of a batch

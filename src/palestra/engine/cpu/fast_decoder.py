@@ -9,6 +9,7 @@ module at load.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ class CpuFastDecoder:
     def __call__(self, ids: list[int], positions: list[int], ends: list[int], plan: AttentionPlan) -> Tensor:
         """Logits [ends, vocabulary] for a step's tokens at their positions; `ends` says which of them sample."""
         # A write in place raises a tensor's version, except by a fused optimizer: it calls for `weights_changed`.
-        version = sum(p._version for p in self._parameters)
+        version = sum(map(attrgetter("_version"), self._parameters))
         if version != self._copied_version:
             self._copy_weights()
             self._copied_version = version
