@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +62,7 @@ class Tree:
     @property
     def runs(self) -> list[Run]:
         """The prompt, if there is one, and each completion."""
-        lengths = [n for n in (self.prompt_length, *self.completion_lengths) if n]
+        lengths = list(filter(None, (self.prompt_length, *self.completion_lengths)))
         return list(map(Run, accumulate(lengths, initial=self.start), lengths))
 
     @property
@@ -96,7 +97,7 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """The same, with its tensors on a device, in one transfer."""
         names = [f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor)]
-        moved = to_device([*(getattr(self, name) for name in names), *self.inputs.values()], device)
+        moved = to_device([*attrgetter(*names)(self), *self.inputs.values()], device)
         tensors: dict[str, Any] = dict(zip(names, moved, strict=False))
         return replace(self, **tensors, inputs=dict(zip(self.inputs, moved[len(names) :], strict=True)))
 

@@ -81,7 +81,7 @@ class Scorer(nn.Module):
         self.flash_windows = True  # on a GPU: windows and sinks by flash attention instead of masks
         self.mode: Mode = mode or "trees"
         self._recurrent = RecurrentLayers(self.model)
-        self._layout: Layout | None = None
+        self._layout: Any = None  # of the current pass
         self._on_cpu = self.model.device.type == "cpu"
         self._norms = fast_norms(self.model) if self._on_cpu else []
         self._decoder, self.layers = (decoder_of(self.model),), decoder_layers(self.model)  # no further submodules
@@ -130,7 +130,7 @@ class Scorer(nn.Module):
         is_packed = self.mode == "trees"
         with ModulePatches() as patches:
             if is_packed and self._recurrent.modules:
-                over = over_trees(self._recurrent, self._current_layout, in_shards=self.in_shards)
+                over = over_trees(self._recurrent, lambda: self._layout, in_shards=self.in_shards)
                 patches.enter_context(self._recurrent.use(over))
             if self.routing is not None:
                 patches.enter_context(self.routing.use())
@@ -168,8 +168,7 @@ class Scorer(nn.Module):
         if target.dim() == 2:
             logprobs, entropies = self.head(hidden, target, rule=rule, entropy_gradient=entropy_gradient)
             return logprobs.flatten(), entropies.repeat_interleave(target.shape[1])
-        observed = replace(rule.whole, temperature=1.0)
-        if not len(micro.echo) or rule == observed:
+        if not len(micro.echo) or rule == (observed := replace(rule.whole, temperature=1.0)):
             options: dict[str, Any] = {"entropy_gradient": entropy_gradient, "loss_gradient": loss_gradient}
             return self.head(hidden, target, rule=rule, **options)
         parts = [
@@ -225,10 +224,6 @@ class Scorer(nn.Module):
         out = self._decoder[0](input_ids=ids[None], position_ids=positions[None], **options)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
-
-    def _current_layout(self) -> Layout:
-        assert self._layout is not None
-        return self._layout
 
     def routing_mismatch(self, micro: MicroBatch) -> tuple[Tensor, Tensor] | None:
         """`RoutingReplay.mismatch` of the last pass, where policy tokens were predicted; None: nothing is known."""

@@ -63,9 +63,9 @@ class LocalOutputs:
 
     @classmethod
     def empty(cls, batch: Batch, loss: Loss, device: torch.device) -> LocalOutputs:
-        lengths = to_device(map(torch.from_numpy, batch.loss_lengths()), device)
+        policy_lengths, echo_lengths = to_device(map(torch.from_numpy, batch.loss_lengths()), device)
         terms = torch.zeros(len(loss.weights), dtype=torch.float64, device=device)
-        return cls(batch, loss, *lengths, terms, TokenStats(), [], [], [])
+        return cls(batch, loss, policy_lengths, echo_lengths, terms, TokenStats(), [], [], [])
 
     def logprobs(self) -> Array:
         return tokens_to_column(self.token_logprobs, self.batch)

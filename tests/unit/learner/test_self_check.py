@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.algo.batching import MicroBatch, Tree
 from palestra.core.errors import UnsupportedModel
-from palestra.learner import tree_attention
+from palestra.learner import forward, tree_attention
 from palestra.learner.forward import Scorer
 from palestra.learner.tree_attention import Layout
 
@@ -45,7 +45,7 @@ def attend_by(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Plant:
     def wrong(*tensors: Any, **keywords: Any) -> Any:
         return ATTENTION(*tensors, **change(keywords))
 
-    return lambda patch: patch.setattr(tree_attention, "tree_attention", wrong)
+    return lambda patch: patch.setattr(forward, "tree_attention", wrong)
 
 
 def siblings_see_each_other(keywords: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def test_an_error_in_attention_is_raised_and_not_taken_for_a_model_that_does_not
     def broken(*tensors: Any, **keywords: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(tree_attention, "tree_attention", broken)
+    monkeypatch.setattr(forward, "tree_attention", broken)
     model = fresh("qwen3")
     with pytest.raises(type(error), match=str(error)):
         Scorer(model)
@@ -157,6 +157,6 @@ def test_a_model_that_says_it_is_not_supported_is_computed_in_padded_rows(
     def refuses(*tensors: Any, **keywords: Any) -> Any:
         raise UnsupportedModel("its attention takes no keywords")
 
-    monkeypatch.setattr(tree_attention, "tree_attention", refuses)
+    monkeypatch.setattr(forward, "tree_attention", refuses)
     assert Scorer(fresh("qwen3")).mode == "reference"
     assert "its attention takes no keywords" in caplog.text
