@@ -114,7 +114,7 @@ def reference(q: Any, keys: Any, values: Any, table: Any, length: int, window: i
 
 def shared_rows(tables: Any, lens: Any, page: int, generator: Any) -> Any:
     """Tables where rows by threes begin with the same pages, and these prefixes."""
-    from palestra.engine.pages import BLOCK_ROWS, SharedPrefixes
+    from palestra.engine.session import BLOCK_ROWS, SharedPrefixes
 
     tables, rows = tables.clone(), len(lens)
     blocks = torch.randperm(rows, generator=generator)[: rows - rows % 3].view(-1, 3)

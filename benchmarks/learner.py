@@ -33,7 +33,7 @@ from palestra.algo.losses import Objective, token_weights
 from palestra.algo.losses import policy_loss as token_policy_loss
 from palestra.core.config import RunConfig
 from palestra.core.types import Sample
-from palestra.learner import patches
+from palestra.learner import compiled_layers
 from palestra.learner.local import LocalLearner
 from palestra.train.update import coefficients_at, update
 
@@ -217,7 +217,7 @@ def on_gpu(tiny: bool, repeats: int) -> None:
 
 def keep_all_but(columns: int) -> None:
     """Layers do not keep products that have so many columns: less memory for more time."""
-    keep = patches._what_to_keep
+    keep = compiled_layers._what_to_keep
 
     def what_to_keep(context: object, operation: object, *args: Tensor, **kwargs: object) -> object:
         is_product = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -225,7 +225,7 @@ def keep_all_but(columns: int) -> None:
             return torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
         return keep(context, operation, *args, **kwargs)
 
-    patches._what_to_keep = what_to_keep
+    compiled_layers._what_to_keep = what_to_keep
     torch._inductor.config.force_disable_caches = True  # the policy is no part of their keys
 
 
@@ -386,14 +386,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="the ways whose name has this, such as learner")
     parser.add_argument("--recompute", type=int, help="compute products of so many columns again: 3072 for gate and up")
-    parser.add_argument(
-        "--inductor", action="append", default=[], metavar="KEY", help="set this of the compiler's options"
-    )
     parser.add_argument("--profile", action="store_true", help="say where the time of a step goes")
     arguments = parser.parse_args()
-    if arguments.inductor:
-        options = patches._compiler_options() | dict.fromkeys(arguments.inductor, True)
-        patches._compiler_options = lambda: options
     if arguments.recompute:
         keep_all_but(arguments.recompute)
     global ONLY, PROFILE

@@ -85,12 +85,12 @@ def main() -> None:
         for process in others:
             process.kill()
             process.wait()
-    graphs, micros = learner._scorer.graphs, learner._pack(batch, echo=False).micro_batches
+    graphs, micros = learner._scorer.graphs, learner._pack(batch, echo=False)
     summary = {
         "compared": max(0, options.passes - REFERENCE - 1),
         "differ": apart,
         "micro_batches": len(micros),
-        "roots": sorted({micro.batch.root for micro in micros}),
+        "roots": sorted({micro.root for micro in micros}),
         "captured": 0 if graphs is None else graphs.captured,
         "seconds": round(time.perf_counter() - started, 1),
     }

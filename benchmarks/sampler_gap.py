@@ -25,7 +25,7 @@ from palestra.algo.batch import Batch, Sample
 from palestra.core.types import SamplingParams
 from palestra.engine.engine import Engine
 from palestra.learner.forward import Scorer
-from palestra.learner.micro_batches import pack_batch
+from palestra.learner.tree_attention import pack_batch
 from palestra.train.group_source import StepRollouts
 from palestra.train.loop import Training
 
@@ -54,8 +54,8 @@ def scored(scorer: Scorer, batch: Batch) -> np.ndarray:
     )
     found = np.full(len(batch.token_ids), np.nan, np.float32)
     with scorer.session(training=False):
-        for micro in packed.micro_batches:
-            found[micro.batch.at] = scorer(micro, temperature=1.0)[0].float().cpu().numpy()
+        for micro in packed:
+            found[micro.at] = scorer(micro, temperature=1.0)[0].float().cpu().numpy()
     return found[batch.policy_mask]
 
 

@@ -15,7 +15,7 @@ from palestra.core.config import RunConfig
 from palestra.core.messages import with_text
 from palestra.core.types import Array, Group, Message, Problem, Rollout, Sample, Score, Turn
 from palestra.extras.distill.teacher import SelfTeacher, choose_rows
-from palestra.learner.forward import FrozenModel
+from palestra.learner.frozen import FrozenModel
 from palestra.learner.local import LocalLearner
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel

@@ -10,7 +10,7 @@ from palestra.algo.batch import Batch
 from palestra.core.types import Sample, SamplingParams
 from palestra.engine.engine import Engine
 from palestra.learner.forward import Scorer
-from palestra.learner.micro_batches import pack_batch
+from palestra.learner.tree_attention import pack_batch
 
 PROMPT = [5, 17, 99, 23, 64, 3, 42, 81, 7, 12, 90, 31, 56, 44, 8, 77, 15, 60, 29]
 
@@ -44,7 +44,7 @@ def test_engine_and_learner_agree_on_every_logprob(family: str, temperature: flo
     packed = pack_batch(
         Batch.of(samples), max_tokens=4096, share_prefix=scorer.shares_prefix, echo=False, device=torch.device("cpu")
     )
-    for micro in packed.micro_batches:
+    for micro in packed:
         with torch.no_grad(), scorer.session():
             learned, _ = scorer(micro)
-        assert (learned - micro.batch.inputs["logprobs"])[micro.policy].abs().max() <= 1e-5
+        assert (learned - micro.inputs["logprobs"])[micro.policy].abs().max() <= 1e-5

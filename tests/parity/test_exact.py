@@ -21,7 +21,7 @@ from palestra.engine.cuda import exact as exact_kernels
 from palestra.engine.cuda.runner import CudaRunner
 from palestra.learner import head, kernels
 from palestra.learner.forward import Scorer
-from palestra.learner.micro_batches import pack_batch
+from palestra.learner.tree_attention import pack_batch
 
 options = json.loads(sys.argv[1])
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,14 +72,14 @@ batch, scorers = Batch.of(samples), {e: Scorer(model, temperature=temperature, e
 gradients = {}
 for exact, scorer in scorers.items():
     packed = pack_batch(batch, max_tokens=4096, share_prefix=True, echo=False, device=torch.device(device))
-    [micro] = packed.micro_batches
+    [micro] = packed
     model.zero_grad()
     with scorer.session():
         learned, _ = scorer(micro)
         weights = torch.linspace(-1, 1, len(learned), device=device)
         (learned * weights).sum().backward()
     gradients[exact] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    apart = (learned.detach() - micro.batch.inputs["logprobs"])[micro.policy].abs().max()
+    apart = (learned.detach() - micro.inputs["logprobs"])[micro.policy].abs().max()
     print(exact, float(apart), len(micro.policy))
     assert apart == 0.0 if exact else apart < 0.5, float(apart)
 assert gradients[True].keys() == gradients[False].keys()

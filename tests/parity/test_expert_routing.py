@@ -27,7 +27,7 @@ from palestra.engine.routing import ExpertRouting
 from palestra.learner.forward import Scorer
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
-from palestra.learner.micro_batches import pack_batch
+from palestra.learner.tree_attention import pack_batch
 from palestra.train.batch import routing_column
 
 FAMILIES = ["qwen3_moe", "olmoe", "granitemoe", "gpt_oss"]
@@ -216,7 +216,7 @@ def test_replay_computes_the_sampled_experts_forward_and_backward(family: str, v
     batch = Batch.of(samples, routing=routings)
     options = {"max_tokens": 1000, "share_prefix": share, "echo": False, "device": torch.device("cpu")}
     with scorer.session(training=variant == "checkpointing" or None):
-        found = torch.cat([scorer(micro)[0] for micro in pack_batch(batch, **options).micro_batches])
+        found = torch.cat([scorer(micro)[0] for micro in pack_batch(batch, **options)])
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         assert_close(gradients(model, found), theirs)
     assert not any("forward" in module.__dict__ for module in ExpertRouting(model).modules)

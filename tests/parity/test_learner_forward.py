@@ -14,12 +14,12 @@ from family_cases import quick_case
 from torch import Tensor
 
 from palestra.algo.batch import Batch
-from palestra.algo.batching import pack
+from palestra.algo.batching import MicroBatch, pack
 from palestra.core.types import Sample
 from palestra.engine.recurrent import RowStates
-from palestra.learner import patches, tree_recurrence
+from palestra.learner import compiled_layers, tree_recurrence
 from palestra.learner.forward import Scorer
-from palestra.learner.micro_batches import PackedMicroBatch, pack_batch
+from palestra.learner.tree_attention import pack_batch
 
 VOCABULARY = 128
 WINDOW = {"sliding_window": 5}
@@ -61,9 +61,9 @@ def groups(rows: tuple[tuple[int, tuple[int, ...]], ...] = ROWS) -> list[Sample]
     return samples
 
 
-def packed(samples: list[Sample], max_tokens: int, share_prefix: bool = True, **more: Any) -> list[PackedMicroBatch]:
+def packed(samples: list[Sample], max_tokens: int, share_prefix: bool = True, **more: Any) -> list[MicroBatch]:
     options = {"max_tokens": max_tokens, "share_prefix": share_prefix, "device": torch.device("cpu"), **more}
-    return pack_batch(Batch.of(samples), echo=True, **options).micro_batches
+    return pack_batch(Batch.of(samples), echo=True, **options)
 
 
 def begin_alike(samples: list[Sample]) -> list[Sample]:
@@ -164,10 +164,10 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[int
 
     torch._dynamo.reset()
     counters.clear()
-    patches._compiled_layer.cache_clear()
-    monkeypatch.setattr(patches, "_compiled", traced)
+    compiled_layers._compiled_layer.cache_clear()
+    monkeypatch.setattr(compiled_layers, "_compiled", traced)
     yield count
-    patches._compiled_layer.cache_clear()
+    compiled_layers._compiled_layer.cache_clear()
     torch._dynamo.reset()
 
 
@@ -219,7 +219,7 @@ def test_a_root_gives_the_plain_logprobs_and_gradients(family: str, in_double: C
     scorer = Scorer(model, temperature=0.7)
     assert scorer.shares_root
     micros = packed(samples, 1000, min_root=5)
-    assert [micro.batch.root for micro in micros] == [10]
+    assert [micro.root for micro in micros] == [10]
     with scorer.session():
         got = tuple(torch.cat(x) for x in zip(*(scorer(micro, entropy_gradient=True) for micro in micros), strict=True))
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -19,8 +19,8 @@ from palestra.learner import head
 from palestra.learner.forward import Scorer
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
-from palestra.learner.micro_batches import pack_batch
 from palestra.learner.shapes import Shapes
+from palestra.learner.tree_attention import pack_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -64,8 +64,8 @@ def test_the_gpu_learner_agrees_with_the_plain_float32_forward(compiled: bool) -
     plain = group(70, (40, 9, 33), 0) + group(20, (50,), 1), group(33, (8,) * 4, 2)
     for samples, root in ((plain[0], 0), (plain[1], 0), (with_root, 90), (lone_rows, 100)):
         options = {"max_tokens": 10_000, "share_prefix": True, "min_root": scorer.min_root}
-        [batch] = pack_batch(Batch.of(samples), echo=False, device=torch.device("cuda"), **options).micro_batches
-        assert batch.batch.root == root
+        [batch] = pack_batch(Batch.of(samples), echo=False, device=torch.device("cuda"), **options)
+        assert batch.root == root
         with scorer.session():
             logprobs = scorer(batch)[0]
             weights = torch.linspace(-1.0, 1.0, len(logprobs), device="cuda")
@@ -93,8 +93,8 @@ def test_the_same_pass_gives_the_same_bits_each_time(root: int) -> None:
     scorer = Scorer(model, compile_layers=False)
     samples = [sample for number in range(64) for sample in group(100, (40,) * 8, number, root)]
     options = {"max_tokens": 100_000, "share_prefix": True, "min_root": scorer.min_root}
-    [batch] = pack_batch(Batch.of(samples), echo=False, device=torch.device("cuda"), **options).micro_batches
-    assert batch.batch.root == root
+    [batch] = pack_batch(Batch.of(samples), echo=False, device=torch.device("cuda"), **options)
+    assert batch.root == root
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()
@@ -155,10 +155,10 @@ def test_captured_passes_give_the_numbers_of_plain_ones(lora: bool, root: int) -
                 shapes=some,
                 min_root=scorer.min_root,
             )
-            assert [micro.batch.root for micro in packed.micro_batches] == [known if root else 0] * 2
+            assert [micro.root for micro in packed] == [known if root else 0] * 2
             model.zero_grad()
             found = []
-            for batch in packed.micro_batches:
+            for batch in packed:
                 with scorer.session():
                     logprobs = scorer(batch)[0]
                     (logprobs * torch.linspace(-1.0, 1.0, len(logprobs), device="cuda")).sum().backward()

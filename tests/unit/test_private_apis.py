@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 import palestra
 from palestra.engine.recurrences import STAND_INS, StandIn
-from palestra.learner.patches import AUTOGRAD
+from palestra.learner.compiled_layers import AUTOGRAD
 
 SOURCE = Path(palestra.__file__).parent
 FOREACH = ("_foreach_copy_", "_foreach_add_", "_foreach_norm")

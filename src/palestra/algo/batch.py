@@ -151,14 +151,14 @@ class Batch:
 
     def _taken(self, tokens: Any, rows: Any, **changes: Any) -> Batch:
         """The batch with these parts of its columns, by places of tokens and of rows."""
-        columns = [(name, tokens) for name in OF_TOKENS] + [(name, rows) for name in OF_ROWS]
-        taken: dict[str, Any] = {name: x[at] for name, at in columns if (x := getattr(self, name)) is not None}
+        parts = (OF_TOKENS, tokens), (OF_ROWS, rows)
+        taken: dict[str, Any] = {n: x[at] for names, at in parts for n in names if (x := getattr(self, n)) is not None}
         return replace(self, sampled={name: x[tokens] for name, x in self.sampled.items()}, **taken, **changes)
 
     def minibatches(self, parts: int) -> list[Batch]:
         """`parts` runs of rows of nearly equal size, in order; fewer where there are fewer rows."""
         parts = min(parts, self.rows)
-        bounds = [round(i * self.rows / parts) for i in range(parts + 1)]
+        bounds = (np.arange(parts + 1) * self.rows / parts).round().astype(int).tolist()
         return [self.part(first, last) for first, last in pairwise(bounds)]
 
     def split(self, column: Array) -> list[Array]:
@@ -175,3 +175,9 @@ class Batch:
         predicted = mask.copy()
         predicted[self.offsets[:-1][self.lengths > 0]] = False
         return predicted
+
+    def loss_lengths(self) -> tuple[Array, Array]:
+        """[R] tokens of each row that count in the policy loss (targets, if there are any), and in the ECHO term."""
+        if self.targets is not None:
+            return np.diff(self.targets.offsets), np.zeros(self.rows, int)
+        return self.count(self.predicted(self.policy_mask)), self.count(self.predicted(self.echo_mask))

@@ -19,9 +19,11 @@ The last token of a row is only ever predicted, so it is not fed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +34,14 @@ from palestra.core.machine import in_one_order, to_device
 from palestra.core.types import COLUMNS
 
 LOSS_COLUMNS = tuple(column.name for column in COLUMNS if column.in_loss)
+
+
+class Run(NamedTuple):
+    """Tokens start..start + length of the packed ones; `past` is the number of the run whose state they continue."""
+
+    start: int
+    length: int
+    past: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,12 @@ class Tree:
     @property
     def length(self) -> int:
         return self.prompt_length + sum(self.completion_lengths)
+
+    @property
+    def runs(self) -> list[Run]:
+        """The prompt, if there is one, and each completion."""
+        lengths = list(filter(None, (self.prompt_length, *self.completion_lengths)))
+        return list(map(Run, accumulate(lengths, initial=self.start), lengths))
 
     @property
     def is_shared(self) -> bool:
@@ -70,27 +86,40 @@ class MicroBatch:
     target: Tensor  # [S] the scored token, or [S, k] candidates
     each: Tensor | None  # [N] which of the scored tokens each token of the loss is; None: the same
     row: Tensor  # [N] the row of the batch
-    policy_mask: Tensor  # [N] bool: counts in the policy loss
-    echo_mask: Tensor  # [N] bool: counts in the ECHO term
+    policy: Tensor  # indices of those of the N that count in the policy loss
+    echo: Tensor  # indices of those that count in the ECHO term
     inputs: dict[str, Tensor]  # [N] float32: the columns that a loss reads, by name
     at: np.ndarray  # [N] on the host: where each token stands in the batch's columns (or among its targets)
     routing: Tensor | None = None  # [T, layers, k] the sampler's experts, as in the batch
     root: int = 0  # the first tokens, with which the rows of all trees begin
+    layout: Any = None  # of the trees on the device, as a learner's layers need it
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same, with its tensors on a device, in one transfer."""
-        on_host = {f.name: getattr(self, f.name) for f in fields(self)}
-        tensors = {name: value for name, value in on_host.items() if isinstance(value, Tensor)} | self.inputs
-        moved: dict[str, Any] = dict(zip(tensors, to_device(tensors.values(), device), strict=True))
-        inputs = {name: moved.pop(name) for name in self.inputs}
-        return replace(self, inputs=inputs, **moved)
+        names = [f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor)]
+        moved = to_device([*attrgetter(*names)(self), *self.inputs.values()], device)
+        tensors: dict[str, Any] = dict(zip(names, moved, strict=False))
+        return replace(self, **tensors, inputs=dict(zip(self.inputs, moved[len(names) :], strict=True)))
+
+    def of_each(self, values: Tensor) -> Tensor:
+        """[S] values of the scored tokens -> [N] of the tokens of the loss."""
+        return values if self.each is None else take_rows(values, self.each)
+
+
+def tokens_to_column(parts: Iterable[tuple[MicroBatch, Tensor]], batch: Batch) -> np.ndarray:
+    """A column of the batch's tokens (or targets) out of values at scored tokens; NaN elsewhere."""
+    size = len(batch.token_ids) if batch.targets is None else len(batch.targets.ids)
+    column = np.full(size, np.nan, dtype=np.float32)
+    for micro, values in parts:
+        column[micro.at] = values.detach().float().cpu().numpy()
+    return column
 
 
 class _Scored:
     """The tokens of a batch that are scored, row after row, and what must be computed for them."""
 
     def __init__(self, batch: Batch, echo: bool) -> None:
-        self.batch = batch
+        self.batch, self.echo = batch, echo
         self.starts = batch.offsets[:-1]
         if batch.targets is None:
             mask = batch.policy_mask | batch.echo_mask if echo else batch.policy_mask
@@ -172,20 +201,20 @@ def pack(
             used += new
             count += 1
         batches[-1].append((prompt_length, tree))
-    divided = [trees for trees in batches if trees]
-    return [_micro_batch(scored, root if len(trees) > 1 else 0, trees) for trees in divided]
+    return [_micro_batch(scored, root if len(trees) > 1 else 0, trees) for trees in batches if trees]
 
 
 def _common_beginning(scored: _Scored, families: _Trees) -> int:
     """How many tokens all rows begin with, of those from which nothing is predicted that is scored."""
     tokens, starts = scored.batch.token_ids, scored.starts.tolist()
-    length = min(scored.unread[row] for _, family in families for row in family)
+    length = min(min(map(scored.unread.__getitem__, family)) for _, family in families)
     first = starts[families[0][1][0]]
-    # Siblings have the same prompt: if it is long enough, one of them is compared.
-    for row in (row for prompt, family in families for row in (family if prompt < length else family[:1])):
-        differ = tokens[starts[row] : starts[row] + length] != tokens[first : first + length]
-        if differ.any():
-            length = int(differ.argmax())
+    for prompt, family in families:
+        # Siblings have the same prompt: if it is long enough, one of them is compared.
+        for row in family if prompt < length else family[:1]:
+            differ = tokens[starts[row] : starts[row] + length] != tokens[first : first + length]
+            if differ.any():
+                length = int(differ.argmax())
     # No prompt has a single token behind it: recurrent layers update a state in place then, past autograd.
     behind = {prompt for prompt, family in families if len(family) > 1}
     while length + 1 in behind:
@@ -196,7 +225,7 @@ def _common_beginning(scored: _Scored, families: _Trees) -> int:
 def _tokens(scored: _Scored, root: int, prompt_length: int, family: list[int]) -> int:
     """The tokens of a tree behind the root."""
     shared = max(prompt_length, root)
-    return shared - root + sum(scored.fed[row] - shared for row in family)
+    return shared - root + sum(map(scored.fed.__getitem__, family)) - shared * len(family)
 
 
 def _even_limit(sizes: Sequence[int], limit: int, at_least: int = 1) -> int:
@@ -221,8 +250,11 @@ def _even_limit(sizes: Sequence[int], limit: int, at_least: int = 1) -> int:
         return limit
     count = max(batches(limit), at_least)
     share = -(-sum(sizes) // count)
-    tried = (max(largest, share + largest * eighth // 8) for eighth in range(9))
-    return next((lower for lower in tried if lower <= limit and batches(lower) <= count), limit)
+    for eighth in range(9):
+        lower = max(largest, share + largest * eighth // 8)
+        if lower <= limit and batches(lower) <= count:
+            return lower
+    return limit
 
 
 def nothing_scored() -> MicroBatch:
@@ -236,8 +268,8 @@ def nothing_scored() -> MicroBatch:
         target=none,
         each=None,
         row=none,
-        policy_mask=none.bool(),
-        echo_mask=none.bool(),
+        policy=none,
+        echo=none,
         inputs={name: none.float() for name in (*LOSS_COLUMNS, "advantages")},
         at=none.numpy(),
     )
@@ -264,23 +296,25 @@ def _micro_batch(scored: _Scored, root: int, groups: _Trees) -> MicroBatch:
     runs: list[tuple[int, int, int]] = [(groups[0][1][0], 0, root)]
     # Of each row: where it would begin if its tree held the root, tokens shared with others, start of its own.
     places: list[tuple[int, int, int]] = []
+    index: list[int] = []
     start = root
     for prompt_length, rows in groups:
+        index += rows
         shared = max(prompt_length if len(rows) > 1 else 0, root)  # a lone row is one causal run
         runs.append((rows[0], root, shared))
         own_start = start + shared - root
+        lengths: list[int] = []
         for row in rows:
             runs.append((row, shared, scored.fed[row]))
             places.append((start - root, shared, own_start))
-            own_start += scored.fed[row] - shared
-        own = (scored.fed[row] - shared for row in rows)
-        trees.append(Tree(start, shared - root, tuple(length for length in own if length)))
+            lengths.append(scored.fed[row] - shared)
+            own_start += lengths[-1]
+        trees.append(Tree(start, shared - root, tuple(filter(None, lengths))))
         start = own_start
     row_of_run, first, last = np.array(runs).T
     positions = ragged_arange(first, last - first)
     flat = positions + np.repeat(scored.starts[row_of_run], last - first)
     recorded = scored.batch.sampled.get("routing")
-    index = np.array([row for _, rows in groups for row in rows])
     counts = scored.counts[index]
     chosen = ragged_arange(scored.first[index], counts)
     tree_start, shared_tokens, own_starts = np.repeat(np.array(places).T, counts, axis=1)
@@ -295,21 +329,22 @@ def _micro_batch(scored: _Scored, root: int, groups: _Trees) -> MicroBatch:
         trees=tuple(trees),
         row=torch.from_numpy(np.repeat(index, counts)),
         at=at,
-        **_scored_tokens(scored.batch, source, target, at, in_prompt=before < shared_tokens - 1),
+        **_scored_tokens(scored, source, target, at, in_prompt=before < shared_tokens - 1),
     )
 
 
 def _scored_tokens(
-    batch: Batch, source: np.ndarray, target: np.ndarray, at: np.ndarray, in_prompt: np.ndarray
+    scored: _Scored, source: np.ndarray, target: np.ndarray, at: np.ndarray, in_prompt: np.ndarray
 ) -> dict[str, Any]:
     """The columns of a micro-batch's scored tokens. A target inside of a shared prompt is scored for one row alone."""
-    each = None
+    each, batch = None, scored.batch
     if batch.targets is None:
         inputs = {name: batch.sampled[name] for name in LOSS_COLUMNS} | {"advantages": batch.advantages}
-        policy, echo = batch.policy_mask[at], batch.echo_mask[at]
+        policy = np.flatnonzero(batch.policy_mask[at])
+        echo = np.flatnonzero(batch.echo_mask[at]) if scored.echo else policy[:0]
     else:
         inputs = dict(batch.targets.inputs)
-        policy, echo = np.ones(len(at), np.bool_), np.zeros(len(at), np.bool_)
+        policy, echo = np.arange(len(at)), np.arange(0)
         if (per_place := batch.targets.per_place) > 1:
             source, target = source[::per_place].copy(), target.reshape(-1, per_place)
         elif in_prompt.any():
@@ -320,8 +355,11 @@ def _scored_tokens(
             each = np.searchsorted(kept, first)[inverse]
             source, target = source[kept], target[kept]
     columns = {name: torch.from_numpy(column[at].astype(np.float32, copy=False)) for name, column in inputs.items()}
-    tensors = {"source": source, "target": target, "policy_mask": policy, "echo_mask": echo}
-    return {name: torch.from_numpy(value) for name, value in tensors.items()} | {
+    return {
+        "source": torch.from_numpy(source),
+        "target": torch.from_numpy(target),
+        "policy": torch.from_numpy(policy),
+        "echo": torch.from_numpy(echo),
         "inputs": columns,
         "each": None if each is None else torch.from_numpy(each),
     }

@@ -172,13 +172,10 @@ def policy_loss(
         sampler = _needed(sampler_logprobs, "sampler_logprobs", "importance_correction")
         correction = importance_weights(objective, old, sampler, row, rows)
 
+    known = (sampler_logprobs, ref_logprobs, entropy)
+    tokens = PolicyTokens(logprobs, old, ratio, advantage, row, rows, objective, *known)
     if objective.custom is not None:
-        loss = custom_loss(
-            objective.custom,
-            PolicyTokens(
-                logprobs, old, ratio, advantage, row, rows, objective, sampler_logprobs, ref_logprobs, entropy
-            ),
-        )
+        loss = custom_loss(objective.custom, tokens)
     elif objective.loss == "vespo":
         # The sampler's correction belongs inside VESPO's sequence weight, not in front of it.
         phi = vespo_weights(log_ratio, row, advantages, correction, rows)
@@ -197,8 +194,7 @@ def policy_loss(
         kl = k3(logprobs, _needed(ref_logprobs, "ref_logprobs", "beta > 0"))
         loss = loss + objective.beta * kl * (ratio if objective.kl_bias_correction else 1.0)
 
-    stats = _token_stats(objective, ratio, advantage, logprobs, sampler_logprobs, ref_logprobs, entropy)
-    return loss, stats
+    return loss, _token_stats(tokens)
 
 
 def custom_loss(function: LossFunction, tokens: PolicyTokens) -> Tensor:
@@ -299,15 +295,8 @@ def _surrogate(objective: Objective, ratio: Tensor, advantage: Tensor, logprobs:
 
 
 @torch.no_grad()
-def _token_stats(
-    objective: Objective,
-    ratio: Tensor,
-    advantage: Tensor,
-    logprobs: Tensor,
-    sampler_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    entropy: Tensor | None,
-) -> TokenStats:
+def _token_stats(tokens: PolicyTokens) -> TokenStats:
+    objective, ratio, advantage, logprobs = tokens.objective, tokens.ratio, tokens.advantages, tokens.logprobs
     low = high = torch.zeros_like(ratio, dtype=torch.bool)
     if objective.loss not in ("sapo", "vespo", "cross_entropy"):
         high = (ratio > objective.upper) & (advantage > 0)
@@ -315,18 +304,18 @@ def _token_stats(
         low = (ratio < 1.0 - objective.epsilon) & (advantage < 0)
     clipped = {"clip_fraction_low": low, "clip_fraction_high": high} if objective.custom is None else {}
     values = {**clipped, "ratio_mean": ratio}
-    if sampler_logprobs is not None:
+    if tokens.sampler_logprobs is not None:
         # The tokens are the sampler's, so this is KL(sampler ‖ policy).
-        values["kl_sampler"] = k3(sampler_logprobs, logprobs)
-        values["sampler_gap_mean"] = (sampler_logprobs - logprobs).abs()
-    if ref_logprobs is not None:
-        values["kl_reference"] = k3(logprobs, ref_logprobs)
-    if entropy is not None:
-        values["entropy"] = entropy
+        values["kl_sampler"] = k3(tokens.sampler_logprobs, logprobs)
+        values["sampler_gap_mean"] = (tokens.sampler_logprobs - logprobs).abs()
+    if tokens.ref_logprobs is not None:
+        values["kl_reference"] = k3(logprobs, tokens.ref_logprobs)
+    if tokens.entropy is not None:
+        values["entropy"] = tokens.entropy
     sums = {name: value.sum(dtype=torch.float64) for name, value in values.items()}
     maxima = {"ratio_max": ratio.max().double()} if len(ratio) else {}
-    if len(ratio) and sampler_logprobs is not None:
-        maxima["sampler_gap_max"] = (sampler_logprobs - logprobs).abs().max().double()
+    if len(ratio) and tokens.sampler_logprobs is not None:
+        maxima["sampler_gap_max"] = values["sampler_gap_mean"].max().double()
     return TokenStats(len(ratio), sums, maxima)
 
 

@@ -111,7 +111,7 @@ def to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
     import torch
 
     tensors = list(tensors)
-    if all(x.device == device for x in tensors):
+    if not tensors or tensors[0].device == device:
         return tensors
     ends = list(accumulate((-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors), initial=0))
     together = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,13 +29,12 @@ from palestra.core.types import Finish, Grammar, SamplingParams, Turn
 from palestra.engine.attention import unchunked_context
 from palestra.engine.check import check_logprobs
 from palestra.engine.cpu.runner import CpuRunner
-from palestra.engine.pages import PagePool
 from palestra.engine.recurrent import state_bytes
 from palestra.engine.routing import ExpertRouting, RoutingRecord
 from palestra.engine.runner import GIB, Runner, default_kv_bytes
 from palestra.engine.sampler import StopStrings, check_params
 from palestra.engine.scheduler import Scheduler
-from palestra.engine.session import Chunk, Collect, Emission, Job, Session, no_emissions
+from palestra.engine.session import Chunk, Collect, Emission, Job, PagePool, Session, no_emissions
 from palestra.engine.state_slots import StateSlots
 from palestra.engine.supported import NO_EXACT, CacheTooLarge, KVShape, kv_shape, text_config
 
@@ -249,13 +249,13 @@ class Engine:
             chunks = self.scheduler.plan(self.runner.decode_steps)
         if not chunks:
             return None
-        emissions = self._within_memory(lambda: self.runner.launch(chunks))
+        emissions = self._within_memory(partial(self.runner.launch, chunks))
         return Step((), no_emissions) if emissions is None else Step(chunks, emissions)
 
     @torch.inference_mode()
     def collect(self, step: Step, until_one_ends: bool = True) -> list[Job]:
         """Wait for a step and return the turns that ended with it; by default the step continues until one does."""
-        emissions = self._within_memory(lambda: step.emissions(until_one_ends))
+        emissions = self._within_memory(partial(step.emissions, until_one_ends))
         if emissions is None:
             return []
         with phases("planning"):
@@ -415,11 +415,11 @@ class Engine:
         ids = list(token_ids)
         if not set(map(type, ids)) <= {int}:  # numpy's integers
             ids = list(map(int, ids))
-        wrong = [token for token in set(ids) if not 0 <= token < self.vocabulary]
-        if wrong:
-            raise InputError(
-                f"token id {wrong[0]} is outside the vocabulary 0..{self.vocabulary - 1}; use the model's tokenizer"
-            )
+        for token in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token < self.vocabulary:
+                raise InputError(
+                    f"token id {token} is outside the vocabulary 0..{self.vocabulary - 1}; use the model's tokenizer"
+                )
         return ids
 
     def _check_idle(self, session: Session) -> None:

@@ -27,11 +27,6 @@ class SamplingRow(NamedTuple):
         assert job.params is not None
         return cls(job.params, len(job.session.token_ids), job.session.token_ids, job.matching)
 
-    @property
-    def truncates(self) -> bool:
-        p = self.params
-        return p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0
-
 
 def check_params(params: SamplingParams, has_tokenizer: bool) -> None:
     """Refuse what cannot be sampled; the message says what to change."""
@@ -76,23 +71,22 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]
     Temperature 0 takes the most likely token and reports its logprob at temperature 1.
     """
     logits = logits.float()
-    if any(row.matching is not None for row in rows):
-        logits = masked(logits, rows)
-    if any(row.params.repetition_penalty != 1.0 for row in rows):
-        logits = penalised(logits, rows)
+    only_temperature = all(row.matching is None and row.params.only_temperature for row in rows)
+    if not only_temperature:
+        logits = penalised(masked(logits, rows), rows)
     temperatures = [row.params.temperature for row in rows]
-    if any(t not in (0.0, 1.0) for t in temperatures):
+    if not {0.0, 1.0}.issuperset(temperatures):
         logits = logits / torch.tensor([t or 1.0 for t in temperatures], device=logits.device)[:, None]
-    if any(row.truncates for row in rows):
+    if not only_temperature:
         logits = truncated(logits, rows)
     probs = logits.softmax(-1)
-    if all(t == 0.0 for t in temperatures):
+    if not any(temperatures):
         tokens = logits.argmax(-1)
     else:
         draws = uniforms([row.params.seed for row in rows], [row.position for row in rows])
         tokens = by_inverse_cdf(probs, torch.from_numpy(draws).to(logits.device))
         if 0.0 in temperatures:
-            greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits.device)
+            greedy = torch.tensor(temperatures, device=logits.device) == 0.0
             tokens = torch.where(greedy, logits.argmax(-1), tokens)
     return tokens, probs.gather(1, tokens[:, None])[:, 0].log_()
 
@@ -130,24 +124,21 @@ def masked(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 def penalised(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Divide positive logits, multiply negative ones, of tokens already in the sequence."""
-    logits = logits.clone()
-    for i, row in enumerate(rows):
-        if (penalty := row.params.repetition_penalty) != 1.0:
-            seen = torch.tensor(list(set(row.tokens)), device=logits.device)
-            score = logits[i, seen]
-            logits[i, seen] = torch.where(score > 0, score / penalty, score * penalty)
+    penalties = {i: row.params.repetition_penalty for i, row in enumerate(rows) if row.params.repetition_penalty != 1.0}
+    logits = logits.clone() if penalties else logits
+    for i, penalty in penalties.items():
+        seen = torch.tensor(list(set(rows[i].tokens)), device=logits.device)
+        score = logits[i, seen]
+        logits[i, seen] = torch.where(score > 0, score / penalty, score * penalty)
     return logits
 
 
 def truncated(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """What `truncate` leaves, by the parameters of each row."""
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=logits.device)[:, None]
-
-    top_k = column([float(row.params.top_k) for row in rows])
-    top_p = column([row.params.top_p for row in rows])
-    return truncate(logits, top_k, top_p, column([row.params.min_p for row in rows]))
+    params = np.array([(row.params.top_k, row.params.top_p, row.params.min_p) for row in rows], np.float32)
+    if (params == (0, 1, 0)).all():
+        return logits
+    return truncate(logits, *torch.from_numpy(params).to(logits.device).T[:, :, None])
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -171,10 +162,7 @@ class StopStrings:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-
-    @property
-    def usable(self) -> bool:
-        return self._tokenizer is not None
+        self.usable = tokenizer is not None
 
     def found(self, turn_ids: Sequence[int], stop: Sequence[str]) -> bool:
         """True when the turn's newest token completed a stop string."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from operator import attrgetter
 
-from palestra.engine.pages import PagePool, PrefixIndex
 from palestra.engine.runner import KVMemory
-from palestra.engine.session import Chunk, Job, Session
+from palestra.engine.session import Chunk, Job, PagePool, PrefixIndex, Session
 from palestra.engine.state_slots import StateSlots
 
 MAX_KEPT = 256  # closed sessions whose KV stays
@@ -185,7 +185,7 @@ class Scheduler:
         Not by arrival: the row order changes the last bits of matrix products, and tool latency must not decide it.
         """
         if len(self.waiting) > 1:
-            self.waiting = deque(sorted(self.waiting, key=lambda job: job.session.number))
+            self.waiting = deque(sorted(self.waiting, key=attrgetter("session.number")))
         blocked: list[Job] = []
         while self.waiting and len(self.running) < self.max_running:
             job = self.waiting.popleft()

@@ -8,9 +8,8 @@ nearest snapshot before it. Snapshots are evicted, oldest first, when slots run 
 
 from __future__ import annotations
 
-from palestra.engine.pages import PagePool
 from palestra.engine.recurrent import StateStore
-from palestra.engine.session import Session
+from palestra.engine.session import PagePool, Session
 
 
 class StateSlots:

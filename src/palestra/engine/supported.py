@@ -75,6 +75,17 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def decoder_of(model: Any) -> Any:
+    """The model without its head; Llama 4's config names another prefix."""
+    return model.base_model if model.base_model is not model else getattr(model, "model", model)
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """All of one make, so that one compiled program serves them all."""
+    stacks = [child for child in decoder_of(model).children() if isinstance(child, nn.ModuleList)]
+    return max((list(stack) for stack in stacks), key=len, default=[])
+
+
 def base_linear(linear: Any) -> Any:
     return getattr(linear, "base_layer", linear)
 

@@ -61,6 +61,7 @@ class ScoringHead(nn.Module):
     def __init__(self, output: Any, rule: LogitRule) -> None:
         super().__init__()
         self.output = output  # the model's own layer: its weights are trained
+        self._linear = (base_linear(output),)  # in a tuple, so that it is no second submodule
         self.rule = rule
 
     def forward(
@@ -97,7 +98,7 @@ class ScoringHead(nn.Module):
 
     def _weights(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
         """The output layer's weight and bias, and what its adapter, if switched on, makes of the hidden states."""
-        linear, adapter = base_linear(self.output), None
+        (linear,), adapter = self._linear, None
         if linear is not self.output and not self.output.disable_adapters:
             found = adapter_of(self.output)
             assert found is not None
@@ -155,29 +156,25 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found, ctx.gradients = ctx.gradients, None
-        if found is None:
-            found = _backward(ctx, *grads)
-        return *found, None, None, None, None
-
-
-def _backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients by hidden states, weight, bias and the adapter's factors, from logits that were kept or not."""
-    hidden, weight, bias, low, up, target, logsumexp, entropy = ctx.saved_tensors
-    rule = ctx.rule
-    size, (_, logit_gradient) = _chunk_tokens(weight, len(hidden), target, rule), _kernels_for(target, rule)
-    gradients = _Gradients(ctx, hidden, weight, bias, low, up)
-    saved_logits, ctx.saved_logits = iter(ctx.saved_logits), []
-    for first in range(0, len(hidden), size):
-        part = slice(first, first + size)
-        logits = next(saved_logits, None)
-        if logits is None:
-            logits = _logits(hidden[part], weight, bias, low if low is None else low[part], up, rule.exact)
-        steer = (entropy[part], grad_entropy[part]) if ctx.entropy_gradient else (None, None)
-        gradient = logit_gradient(logits, target[part], logsumexp[part], grad_logprobs[part], *steer, rule)
-        gradients.add(part, gradient)
-        del logits, gradient  # before the next ones are made
-    return gradients.rounded()
+        """The gradients by hidden states, weight, bias and the adapter's factors, from logits that were kept or not."""
+        known, ctx.gradients = ctx.gradients, None
+        if known is not None:
+            return *known, None, None, None, None
+        (grad_logprobs, grad_entropy), rule = grads, ctx.rule
+        hidden, weight, bias, low, up, target, logsumexp, entropy = ctx.saved_tensors
+        size, (_, logit_gradient) = _chunk_tokens(weight, len(hidden), target, rule), _kernels_for(target, rule)
+        gradients = _Gradients(ctx, hidden, weight, bias, low, up)
+        saved_logits, ctx.saved_logits = iter(ctx.saved_logits), []
+        for first in range(0, len(hidden), size):
+            part = slice(first, first + size)
+            logits = next(saved_logits, None)
+            if logits is None:
+                logits = _logits(hidden[part], weight, bias, low if low is None else low[part], up, rule.exact)
+            steer = (entropy[part], grad_entropy[part]) if ctx.entropy_gradient else (None, None)
+            gradient = logit_gradient(logits, target[part], logsumexp[part], grad_logprobs[part], *steer, rule)
+            gradients.add(part, gradient)
+            del logits, gradient  # before the next ones are made
+        return *gradients.rounded(), None, None, None, None
 
 
 class _Gradients:

@@ -8,7 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,36 +19,95 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batch import Batch
+from palestra.algo.batching import MicroBatch, nothing_scored, tokens_to_column
 from palestra.algo.losses import TokenStats
 from palestra.algo.step_loss import Loss, LossTerms, LossTokens
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, SettingError, UnsupportedModel
 from palestra.core.extras import provided
-from palestra.core.machine import phases
+from palestra.core.machine import phases, to_device
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Array
 from palestra.core.weights import Weights
 from palestra.engine.supported import NO_EXACT, base_linear, base_model
 from palestra.learner import state as learner_state
 from palestra.learner.base import noop
-from palestra.learner.forward import Scorer, of_each
+from palestra.learner.forward import Scorer
 from palestra.learner.micro_batches import (
-    LocalOutputs,
     MicroBatchLimit,
-    PackedBatch,
-    PackedMicroBatch,
     captured_tokens,
-    explain_not_finite,
     micro_batch_tokens,
-    pack_batch,
     rows_of,
     score_all,
-    tokens_to_column,
     unless_out_of_memory,
 )
 from palestra.learner.optimizer import Optimizer
 from palestra.learner.replicas import Replicas, can_be_replicated
 from palestra.learner.shapes import Shapes
+from palestra.learner.tree_attention import on_device, pack_batch
+
+
+@dataclass(slots=True)
+class LocalOutputs:
+    """The results of one forward_backward, still on the device."""
+
+    batch: Batch
+    loss: Loss
+    policy_lengths: Tensor  # [R] policy tokens of each row
+    echo_lengths: Tensor  # [R]
+    terms: Tensor  # [K] float64: the terms of the loss
+    stats: TokenStats
+    token_losses: list[tuple[Tensor, Tensor]]  # [N] losses and their rows, for error messages
+    token_logprobs: list[tuple[MicroBatch, Tensor]]
+    token_entropies: list[tuple[MicroBatch, Tensor]]
+
+    @classmethod
+    def empty(cls, batch: Batch, loss: Loss, device: torch.device) -> LocalOutputs:
+        policy_lengths, echo_lengths = to_device(map(torch.from_numpy, batch.loss_lengths()), device)
+        terms = torch.zeros(len(loss.weights), dtype=torch.float64, device=device)
+        return cls(batch, loss, policy_lengths, echo_lengths, terms, TokenStats(), [], [], [])
+
+    def logprobs(self) -> Array:
+        return tokens_to_column(self.token_logprobs, self.batch)
+
+    def entropies(self) -> Array:
+        return tokens_to_column(self.token_entropies, self.batch)
+
+    def metrics(self) -> dict[str, float]:
+        return self.loss.metrics(self.terms, self.stats) | self.costs()
+
+    def costs(self) -> dict[str, float]:
+        """Tokens computed and memory used on this machine."""
+        costs = {"tokens_computed": float(sum(len(micro.token_ids) for micro, _ in self.token_logprobs))}
+        if self.terms.is_cuda:
+            costs["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.terms.device) / 2**30
+        return costs
+
+    def add(self, micro: MicroBatch, terms: LossTerms, logprobs: Tensor, entropies: Tensor) -> None:
+        """Add the results of one micro-batch's forward pass; log-probabilities and entropies are [N]."""
+        self.terms += terms.terms
+        self.stats += terms.stats
+        self.token_losses.append((terms.token_losses, terms.row))
+        self.token_logprobs.append((micro, logprobs))
+        self.token_entropies.append((micro, entropies))
+
+
+def explain_not_finite(pending: Sequence[LocalOutputs], loss: float, grad_norm: float, ranks: Ranks) -> str:
+    """Names the groups with a NaN or an infinity; all of them where their losses are finite, but not the gradient."""
+    guilty, everyone = set[int](), set[int]()
+    for outputs in pending:
+        sums = torch.zeros(outputs.batch.rows, device=outputs.terms.device)  # of the losses of each row
+        for token_loss, row in outputs.token_losses:
+            sums.index_add_(0, row, token_loss.float())
+        guilty.update(outputs.batch.groups[(~sums.isfinite()).cpu().numpy()].tolist())
+        everyone.update(outputs.batch.groups.tolist())
+    guilty, everyone = (set[int]().union(*ranks.gather(groups)) for groups in (guilty, everyone))
+    groups = guilty or everyone
+    what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
+    return (
+        f"group {', '.join(map(str, sorted(groups)))}: {what}, expected a finite number; the weights are unchanged. "
+        "Lower train.learning_rate, or use float32 or bfloat16 instead of float16"
+    )
 
 
 class LocalLearner:
@@ -116,7 +175,7 @@ class LocalLearner:
             self._replicas = Replicas(model, self._scorer, config.model.threads, **options)
         self.optimizer = optimizer or Optimizer(model, config.train, master_weights=config.model.master_weights)
         self._pending: list[LocalOutputs] = []  # whose gradients wait for an optim_step
-        self._packings: WeakKeyDictionary[Batch, tuple[bool, PackedBatch]] = WeakKeyDictionary()
+        self._packings: WeakKeyDictionary[Batch, tuple[bool, list[MicroBatch]]] = WeakKeyDictionary()
 
     def _require_support(self, config: RunConfig) -> None:
         if config.lora.r > 0 and not self._has_adapter:
@@ -148,13 +207,13 @@ class LocalLearner:
             )
         scorer = self._reference if reference and self._reference is not None else self._scorer
 
-        def score(micro: PackedMicroBatch) -> Any:
+        def score(micro: MicroBatch) -> Any:
             if reference:  # another policy, which chooses its experts itself
-                micro = replace(micro, batch=replace(micro.batch, routing=None))
+                micro = replace(micro, routing=None)
             return scorer(micro)
 
         with self.model.disable_adapter() if reference and self._has_adapter else nullcontext():
-            parts = [(micro, of_each(micro, scored[0])) for micro, scored in self._passes(scorer, batch, score)]
+            parts = [(micro, micro.of_each(scored[0])) for micro, scored in self._passes(scorer, batch, score)]
         return tokens_to_column(parts, batch)
 
     @torch.no_grad()
@@ -169,16 +228,17 @@ class LocalLearner:
         passes = self._passes(scorer, batch, lambda micro: scorer.top(micro, k))
         if not passes:
             return np.zeros((0, k), np.int64), np.zeros((0, k), np.float32)
-        order = np.argsort(np.concatenate([micro.batch.at for micro, _ in passes]))
+        order = np.argsort(np.concatenate([micro.at for micro, _ in passes]))
         ids, logprobs = (torch.cat(part).cpu().numpy()[order] for part in zip(*(top for _, top in passes), strict=True))
         return ids, logprobs
 
     def _passes(
-        self, scorer: Scorer, batch: Batch, score: Callable[[PackedMicroBatch], tuple[Tensor, Tensor]]
-    ) -> list[tuple[PackedMicroBatch, tuple[Tensor, Tensor]]]:
+        self, scorer: Scorer, batch: Batch, score: Callable[[MicroBatch], tuple[Tensor, Tensor]]
+    ) -> list[tuple[MicroBatch, tuple[Tensor, Tensor]]]:
         """What `score` gives for each micro-batch; those that do not fit in memory are made smaller."""
         parts = score_all(scorer, score, self._pack(batch, echo=False), partial(self._smaller, batch, echo=False))
-        self._limit.log_reduction()
+        if self._limit.lowered_from is not None:
+            self._limit.log_reduction()
         return parts
 
     def forward_backward(self, batch: Batch, loss: Loss) -> LocalOutputs:
@@ -188,7 +248,8 @@ class LocalLearner:
         except BaseException:  # part of a gradient is of no use
             self.discard_gradients()
             raise
-        self._limit.log_reduction()
+        if self._limit.lowered_from is not None:
+            self._limit.log_reduction()
         self._pending.append(outputs)
         return outputs
 
@@ -198,21 +259,21 @@ class LocalLearner:
         packed = self._pack(batch, echo=echo)
         outputs = LocalOutputs.empty(batch, loss, self.device)
         weights = torch.tensor(loss.weights, device=self.device)
-        if self._replicas is not None and (parts := min(self._parts_of(batch), len(packed.micro_batches))) > 1:
+        if self._replicas is not None and (parts := min(self._replicas.parts_of(batch), len(packed))) > 1:
 
             def work(scorer: Scorer, part: int) -> list[Any]:
-                return [self._gradient(scorer, m, packed, outputs, weights) for m in packed.micro_batches[part::parts]]
+                return [self._gradient(scorer, m, outputs, weights) for m in packed[part::parts]]
 
             results_of_parts = self._replicas.run(work, parts)
-            for i, micro in enumerate(packed.micro_batches):
+            for i, micro in enumerate(packed):
                 outputs.add(micro, *results_of_parts[i % parts][i // parts])
             return outputs
-        waiting = deque(packed.micro_batches)
+        waiting = deque(packed)
         while waiting:
             micro = waiting.popleft()
             self.optimizer.accumulate_into_masters()
             before = self.optimizer.gradient_marks()
-            results = unless_out_of_memory(partial(self._gradient, self._scorer, micro, packed, outputs, weights))
+            results = unless_out_of_memory(partial(self._gradient, self._scorer, micro, outputs, weights))
             if results is not None:
                 outputs.add(micro, *results)
                 continue
@@ -222,29 +283,29 @@ class LocalLearner:
                 if self._pending:
                     raise torch.OutOfMemoryError("CUDA out of memory in the backward pass of a step's later batch")
                 self.optimizer.clear()
-                outputs, left = LocalOutputs.empty(batch, loss, self.device), packed.micro_batches
-            waiting = deque(self._smaller(batch, left, echo=echo).micro_batches)
+                outputs, left = LocalOutputs.empty(batch, loss, self.device), packed
+            waiting = deque(self._smaller(batch, left, echo=echo))
         return outputs
 
     def _gradient(
-        self, scorer: Scorer, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs, weights: Tensor
+        self, scorer: Scorer, micro: MicroBatch, outputs: LocalOutputs, weights: Tensor
     ) -> tuple[LossTerms, Tensor, Tensor]:
         """Compute a micro-batch and add the gradient of its loss to those of the weights; terms of the loss,
         log-probabilities [N] and entropies [N]."""
-        batch, loss, policy = micro.batch, outputs.loss, micro.policy
-        trains = loss.has_gradient(outputs.batch, batch.at)
-        inputs = dict(batch.inputs)
+        loss = outputs.loss
+        trains = loss.has_gradient(outputs.batch, micro.at)
+        inputs = dict(micro.inputs)
         for name in ("old_logprobs", "ref_logprobs"):
             if (column := getattr(outputs.batch, name)) is not None:
-                inputs[name] = torch.from_numpy(column[batch.at].astype(np.float32)).to(self.device)
+                inputs[name] = torch.from_numpy(column[micro.at].astype(np.float32)).to(self.device)
         tokens = LossTokens(
             rows=outputs.batch.rows,
-            row=batch.row,
+            row=micro.row,
             inputs=inputs,
-            policy=None if len(policy) == len(batch.row) else policy,
+            policy=None if len(micro.policy) == len(micro.row) else micro.policy,
             echo=micro.echo,
-            policy_lengths=packed.policy_lengths,
-            echo_lengths=packed.echo_lengths,
+            policy_lengths=outputs.policy_lengths,
+            echo_lengths=outputs.echo_lengths,
         )
         with torch.set_grad_enabled(trains):
             logprobs, entropies = scorer(
@@ -253,9 +314,9 @@ class LocalLearner:
                 entropy_gradient=loss.entropy_gradient,
                 loss_gradient=loss.gradient(tokens),
             )
-            logprobs, entropies = of_each(micro, logprobs), of_each(micro, entropies)
+            logprobs, entropies = micro.of_each(logprobs), micro.of_each(entropies)
             terms = loss(tokens, logprobs, entropies)
-            if (mismatch := scorer.routing_mismatch(micro)) is not None:
+            if scorer.routing is not None and (mismatch := scorer.routing_mismatch(micro)) is not None:
                 stats = TokenStats(sums={"routing_mismatch": mismatch[0]}, counts={"routing_mismatch": mismatch[1]})
                 terms = replace(terms, stats=terms.stats + stats)
         if trains:
@@ -263,7 +324,7 @@ class LocalLearner:
         # A tensor that keeps a graph of autograd alive keeps the next pass from being captured.
         return replace(terms, terms=terms.terms.detach()), logprobs.detach(), entropies.detach()
 
-    def _smaller(self, batch: Batch, micros: Sequence[PackedMicroBatch], *, echo: bool) -> PackedBatch:
+    def _smaller(self, batch: Batch, micros: Sequence[MicroBatch], *, echo: bool) -> list[MicroBatch]:
         """Repack the rows of these micro-batches, of which the first did not fit, into smaller ones."""
         graphs = self._scorer.graphs
         if graphs is not None and graphs.captured:
@@ -345,21 +406,19 @@ class LocalLearner:
         learner_state.save_model(folder, self.model)
         return folder
 
-    def _pack(self, batch: Batch, *, echo: bool) -> PackedBatch:
+    def _pack(self, batch: Batch, *, echo: bool) -> list[MicroBatch]:
         """The batch's micro-batches, kept between passes over it."""
         known = self._packings.get(batch)
         if known is not None and known[0] == echo:
             return known[1]
         packed = self._packed(batch, echo=echo)
-        packed.pad_passes(max(self._ranks.gather(len(packed.micro_batches))), self.device)
+        # Every rank takes as many passes, since each gathers the shards of all.
+        for _ in range(max(self._ranks.gather(len(packed))) - len(packed)):
+            packed.append(on_device(nothing_scored(), self.device))
         self._packings[batch] = echo, packed
         return packed
 
-    def _parts_of(self, batch: Batch) -> int:
-        """Number of parts of a batch that are computed side by side."""
-        return 1 if self._replicas is None else self._replicas.parts_of(batch)
-
-    def _packed(self, batch: Batch, *, echo: bool, rows: Collection[int] | None = None) -> PackedBatch:
+    def _packed(self, batch: Batch, *, echo: bool, rows: Collection[int] | None = None) -> list[MicroBatch]:
         graphs = self._scorer.graphs
         with phases("packing"):
             return pack_batch(
@@ -370,7 +429,7 @@ class LocalLearner:
                 echo=echo,
                 device=self.device,
                 rows=rows,
-                at_least=self._parts_of(batch),
+                at_least=1 if self._replicas is None else self._replicas.parts_of(batch),
                 min_root=self._min_root,
                 shapes=self._shapes if graphs is not None and graphs.pads else None,
             )

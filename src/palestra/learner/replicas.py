@@ -63,11 +63,14 @@ class Replicas:
         """`threads` is what the user allows, None what the machine has."""
         self._model, self._scorer = model, scorer
         self._make_scorer = partial(Scorer, mode=scorer.mode, **options)
-        self._made: list[Replica] = []
+        self._made = self._make_all()
         used = torch.get_num_threads()
         allowed = threads or (used if "OMP_NUM_THREADS" in os.environ else processors())
         self._at_once = min(PARTS, max(1, allowed // used))
         self._threads: ThreadPoolExecutor | None = None
+
+    def _make_all(self) -> list[Replica]:
+        return [Replica(self._model, self._make_scorer) for _ in range(PARTS - 1)]
 
     def parts_of(self, batch: Batch) -> int:
         """How many a batch has: one where somebody waits for the gradient of the model's own weights."""
@@ -80,14 +83,14 @@ class Replicas:
 
         It is called inside of a session of the model's own scorer. Where one part fails, so do all.
         """
-        if not all(replica.shares_weights_with(self._model) for replica in self._made):
-            self._made = []
-        while len(self._made) < parts - 1:
-            self._made.append(Replica(self._model, self._make_scorer))
+        if not self._made[0].shares_weights_with(self._model):
+            self._made = self._make_all()
         replicas, is_done = self._made[: parts - 1], False
-        calls = [partial(work, self._scorer, 0), *(partial(r.call, work, i) for i, r in enumerate(replicas, 1))]
+        calls: list[Callable[[], T]] = [partial(work, self._scorer, 0)]
+        for part, replica in enumerate(replicas, 1):
+            calls.append(partial(replica.call, work, part))
         try:
-            if self._at_once == 1 or parts == 1:
+            if self._at_once == 1:
                 results = [call() for call in calls]
             else:
                 self._threads = self._threads or ThreadPoolExecutor(self._at_once, "palestra-learner-part")

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from palestra.algo.batch import Batch
+from palestra.algo.batching import MicroBatch
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Sample
+from palestra.engine.attention import ModulePatches
 from palestra.engine.recurrent import RecurrentLayers
-from palestra.engine.supported import has_attention_interface, is_linear, takes_keywords
-from palestra.learner.micro_batches import PackedMicroBatch, pack_batch
-from palestra.learner.patches import ModulePatches, decoder_of
+from palestra.engine.supported import decoder_of, has_attention_interface, is_linear, takes_keywords
+from palestra.learner.tree_attention import pack_batch
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def choose_mode(scorer: Any) -> None:
         patches.set_training(model, any(p.requires_grad for p in model.parameters()) and not has_dropout(model))
         root = ROOT if scorer.shares_root else 0
         shared, apart = _probe(model, True, root), _probe(model, False)
-        expected = _numbers(model, lambda: scorer.from_logits(apart.batch))
+        expected = _numbers(model, lambda: scorer.from_logits(apart))
         scorer.mode, settings, reasons = "trees", _settings(scorer), []
         for compiled, by_flash in settings:
             scorer.compiled, scorer.flash_windows = compiled, by_flash
@@ -101,7 +102,7 @@ def require_tree_support(model: Any) -> None:
         raise UnsupportedModel(f"{name} hands no keywords to its attention layers")
 
 
-def _mismatch(scorer: Any, micro: PackedMicroBatch, expected: list[Tensor]) -> str | None:
+def _mismatch(scorer: Any, micro: MicroBatch, expected: list[Tensor]) -> str | None:
     """Why the scorer as it is set cannot be used, or None."""
     model = scorer.model
     name = type(model).__name__
@@ -139,7 +140,7 @@ def _numbers(model: nn.Module, score: Callable[[], tuple[Tensor, Tensor]], count
     return [logprobs.detach(), *(g.float() for g in gradients if g is not None)]
 
 
-def _probe(model: Any, share_prefix: bool, min_root: int = 0, size: int = 0) -> PackedMicroBatch:
+def _probe(model: Any, share_prefix: bool, min_root: int = 0, size: int = 0) -> MicroBatch:
     """Three siblings of unlike lengths, as one tree or apart, and a row that begins like them; the scored tokens come
     in the same order. For recurrent layers two siblings with a shorter prompt, too: it is padded.
 
@@ -163,7 +164,7 @@ def _probe(model: Any, share_prefix: bool, min_root: int = 0, size: int = 0) -> 
     samples += [_row((ids * 10)[:129], 1, group=group, prompt_length=0) for group in others]
     batch, device = Batch.of(samples), embeddings.device
     options: dict[str, Any] = {"max_tokens": 8192, "share_prefix": share_prefix, "min_root": min_root}
-    return pack_batch(batch, echo=False, device=device, **options).micro_batches[0]
+    return pack_batch(batch, echo=False, device=device, **options)[0]
 
 
 def _row(tokens: list[int], trained: int, *, group: int, prompt_length: int) -> Sample:

@@ -7,33 +7,77 @@ interface; the layout of the packed tokens reaches it as the keyword `layout`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
-from palestra.algo.batching import Tree
+from palestra.algo.batch import Batch
+from palestra.algo.batching import MicroBatch, Run, Tree, pack
 from palestra.core.errors import UnsupportedModel
+from palestra.core.machine import to_device
 from palestra.engine.attention import attention_chunk, query_scales, scales_queries
 from palestra.engine.recurrent import RecurrentLayer
-from palestra.learner.patches import WALKS, ModulePatches, Registry
+from palestra.learner.masked_attention import Reach, masked_trees
 from palestra.learner.shapes import Shapes
 from palestra.learner.tree_attention_cuda import HALF, Bounds, flash_trees
-from palestra.learner.tree_runs import Run, Runs, of_about_one_length, runs_of
 
 NAME = "palestra_trees"
 MAX_REPEATS = 4
 
 
-class Reach(NamedTuple):
-    """How far back a layer attends; None: to the beginning."""
+def of_about_one_length(runs: Iterable[Run], padding: float) -> Iterator[list[Run]]:
+    """The runs in batches, up to `padding` times as long as the shortest; those that continue a state apart from those
+    that do not."""
+    batch: list[Run] = []
+    for run in sorted(runs, key=lambda run: (run.past < 0, run.length)):
+        if batch and (run.length > padding * batch[0].length or (run.past < 0) != (batch[0].past < 0)):
+            yield batch
+            batch = []
+        batch.append(run)
+    if batch:
+        yield batch
 
-    window: int | None = None  # this many tokens
-    chunk: int | None = None  # to the beginning of the chunk of this length
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs that are computed in one call, padded to the longest of them."""
+
+    count: int
+    places: Tensor  # [count * longest] the token at each place; padding repeats a run's last
+    real: Tensor | None  # which places hold a token of their own; None: all
+    padding: Tensor | None  # which do not
+    lengths: Tensor | None  # [count] the tokens of each; None: as many in all
+    tokens: Tensor  # [tokens] those of all, one run after the other
+    past: Tensor  # [count] whose states they continue; empty: they begin here
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], device: torch.device, shortest: int = 1) -> Runs:
+        starts, lengths, past = np.array(runs, np.int64).T
+        step = np.arange(max(shortest, lengths.max()))
+        places = (starts[:, None] + np.minimum(step, lengths[:, None] - 1)).reshape(-1)
+        is_real = (step < lengths[:, None]).reshape(-1)
+        columns = places, past[past >= 0], np.flatnonzero(is_real), np.flatnonzero(~is_real), lengths, places[is_real]
+        at, continued, real, padding, n, tokens = to_device(map(torch.from_numpy, columns), device)
+        if is_real.all():
+            return cls(len(runs), at, None, None, None, at, continued)
+        return cls(len(runs), at, real, padding, n, tokens, continued)
+
+    def rows(self, x: Tensor, *, zeros: bool = False) -> Tensor:
+        """[T, ...] -> [count, longest, ...]; `zeros`: in place of the padding."""
+        padded = x.index_select(0, self.places)
+        if zeros and self.padding is not None:
+            padded.index_fill_(0, self.padding, 0.0)
+        return padded.unflatten(0, (self.count, -1))
+
+    def flat(self, x: Tensor) -> Tensor:
+        """[count, longest, ...] -> [tokens, ...] one run after the other."""
+        flat = x.flatten(0, 1)
+        return flat if self.real is None else flat.index_select(0, self.real)
 
 
 class Layout:
@@ -59,13 +103,13 @@ class Layout:
         self.runs: Any = None  # of recurrent layers, made by the first of them
         self.flash_windows = True  # whether flash attention computes windows and sinks, too
         self.positions = torch.empty(0)  # [T] of the tokens in the order in which layers compute them
-        self.handle = LAYOUTS.add(self)
+        self.handle: Tensor | None = None  # of compiled layers, which know it by a number
 
     def copy(self) -> Layout:
         """The same, with bounds of its own."""
         other = copy.copy(self)
         other.bounds = self.bounds.copy()
-        other.handle = LAYOUTS.add(other)
+        other.handle = None
         return other
 
     @cached_property
@@ -105,12 +149,24 @@ class Layout:
     def spread(self, tree: Tree) -> Runs:
         """The completions of a tree, padded."""
         if tree.start not in self._spread:
-            runs = runs_of(tree)
-            self._spread[tree.start] = Runs.of(runs[1:] if tree.prompt_length else runs, self.device)
+            self._spread[tree.start] = Runs.of(tree.runs[1:] if tree.prompt_length else tree.runs, self.device)
         return self._spread[tree.start]
 
 
-LAYOUTS: Registry[Layout] = Registry()
+def pack_batch(
+    batch: Batch, *, device: torch.device, shapes: Shapes | None = None, at_least: int = 1, **options: Any
+) -> list[MicroBatch]:
+    """Pack on the host, then copy to the device, so that no pass waits for it later.
+
+    `options` are those of `algo.batching.pack`. Micro-batches that fit one of `shapes` are padded to it.
+    """
+    evenly = device.type == "cuda" or at_least > 1  # the largest one determines memory or time
+    packed = pack(batch, evenly=evenly, at_least=at_least, **options)
+    return [on_device(micro, device, shapes) for micro in packed]
+
+
+def on_device(micro: MicroBatch, device: torch.device, shapes: Shapes | None = None) -> MicroBatch:
+    return replace(micro.to(device), layout=Layout(micro.trees, device, shapes, micro.root))
 
 
 def tree_attention(
@@ -139,8 +195,8 @@ def tree_attention(
     window = sliding_window if sliding_window is not None and sliding_window < longest else 0
     in_chunks = chunk is not None and chunk < longest
     is_plain = softcap is None and s_aux is None and not window and not in_chunks
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     with_windows = layout.flash_windows and softcap is None and not in_chunks
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     if flash_fits(q, v) and (is_plain or (with_windows and (not window or layout.bounds.shape is None))):
         # Repeated here, where a compiled layer fuses it and its gradient's sum; the kernel's own sum is slow.
         k, v = (repeated(x, q.shape[1]) for x in (k, v))
@@ -160,100 +216,13 @@ def tree_attention(
 def flash_fits(query: Tensor, value: Tensor) -> bool:
     """Whether the GPU kernels take these heads."""
     size = query.shape[-1]
-    return query.is_cuda and query.dtype in HALF and size % 8 == 0 and size <= 256 and value.shape[-1] <= size
+    return query.is_cuda and query.dtype in HALF and size % 8 == 0 and value.shape[-1] <= size <= 256
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
     """[T, K, D] -> [T, heads, D], if each key-value head serves few heads of queries; else as it is."""
     share = heads // x.shape[1]
     return x[:, :, None].expand(-1, -1, share, -1).flatten(1, 2) if 1 < share <= MAX_REPEATS else x
-
-
-def masked_trees(q: Tensor, k: Tensor, v: Tensor, layout: Layout, reach: Reach, extra: dict[str, Any]) -> Tensor:
-    """[T, H, D] attention, tree by tree, with masks no larger than one completion over its path."""
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("attention walks the trees of the micro-batch, which the next one does not have")
-    q, k, v = (layout.restore(x) for x in (q, k, v))
-    trees = (Tree(0, layout.root, ()), *layout.trees)
-    outputs = [out for tree in trees for out in _attend_tree(tree, q, k, v, layout, reach, extra)]
-    return layout.reorder(torch.cat(outputs))
-
-
-def _masked(handles: list[Tensor], constants: list[float]) -> tuple[Callable[..., Tensor], tuple[()]]:
-    """`masked_trees` as a function of queries, keys, values and sinks. A constant of 0 is none."""
-    scale, softcap, window, chunk = (value or None for value in constants)
-    reach = Reach(window and int(window), chunk and int(chunk))
-
-    def compute(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
-        extra = {"scale": scale, "softcap": softcap, "sinks": sinks[0] if sinks else None}
-        return masked_trees(q, k, v, LAYOUTS[handles[0]], reach, extra)
-
-    return compute, ()
-
-
-WALKS["attention"] = _masked
-
-
-def _attend_tree(
-    tree: Tree, q: Tensor, k: Tensor, v: Tensor, layout: Layout, reach: Reach, extra: dict[str, Any]
-) -> Iterator[Tensor]:
-    """The tree's outputs [n, H, D]: those of the prompt, then those of all completions."""
-    start, middle = tree.start, tree.start + tree.prompt_length
-    prompt = slice(start, middle)
-    k_past, v_past = k[prompt], v[prompt]
-    if root := min(start, layout.root):
-        k_past, v_past = torch.cat([k[:root], k_past]), torch.cat([v[:root], v_past])
-    if tree.prompt_length:
-        mask = layout.mask(tree.prompt_length, len(k_past), reach)
-        yield _attend(q[prompt][None], k_past[None], v_past[None], mask, **extra)[0]
-    siblings = len(tree.completion_lengths)
-    if not siblings:
-        return
-    if siblings == 1:
-        own = slice(middle, middle + tree.completion_lengths[0])
-        q_own, k_own, v_own = (x[own][None] for x in (q, k, v))
-    else:
-        runs = layout.spread(tree)
-        q_own, k_own, v_own = (runs.rows(x) for x in (q, k, v))
-    if len(k_past):
-        k_own = torch.cat([k_past.expand(siblings, -1, -1, -1), k_own], dim=1)
-        v_own = torch.cat([v_past.expand(siblings, -1, -1, -1), v_own], dim=1)
-    out = _attend(q_own, k_own, v_own, layout.mask(q_own.shape[1], k_own.shape[1], reach), **extra)
-    yield out[0] if siblings == 1 else runs.flat(out)
-
-
-def _attend(
-    q: Tensor,  # [B, n, H, D]
-    k: Tensor,  # [B, m, K, D]
-    v: Tensor,
-    mask: Tensor,  # [n, m] bool
-    *,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """[B, n, H, D] attention; the reference formula only where the fused kernel lacks a feature."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if softcap is None and sinks is None:
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped).transpose(1, 2)
-    repeats = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = (q @ k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        sink = sinks.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
-    return (weights @ v).transpose(1, 2)
-
-
-def use_tree_attention(model: Any, patches: ModulePatches) -> None:
-    """Let the model attend over trees; backward passes must happen before the patch is undone."""
-    AttentionInterface.register(NAME, tree_attention)
-    patches.set(model.config, "_attn_implementation", NAME)
 
 
 MAX_PADDING = 1.1  # times the length of the shortest run of a batch
@@ -322,7 +291,7 @@ def _unpad(runs: Runs, x: Tensor, whole: Tensor) -> None:
 @lru_cache(maxsize=2)  # every layer asks for the same, forward and backward
 def _batches(trees: tuple[Tree, ...], root: int) -> list[Runs]:
     """Root, prompts and completions, each with its own causal attention; those of about one length together."""
-    runs = [*([Run(0, root)] if root else []), *(run for tree in trees for run in runs_of(tree))]
+    runs = [*([Run(0, root)] if root else []), *(run for tree in trees for run in tree.runs)]
     return [Runs.of(batch, torch.device("cpu")) for batch in of_about_one_length(runs, MAX_PADDING)]
 
 

@@ -23,12 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palestra.algo.batching import Tree, ragged_arange
+from palestra.algo.batching import Run, Tree, ragged_arange
 from palestra.core.machine import in_one_order, to_device
 from palestra.core.types import Array
-from palestra.learner.patches import Registry
+from palestra.learner.compiled_layers import Registry
 from palestra.learner.shapes import NO_PADDING, Lengths, Shapes
-from palestra.learner.tree_runs import Run, runs_of
 
 HALF = (torch.bfloat16, torch.float16)
 Half = tuple[Tensor, Tensor, int, int, bool, int]  # query bounds, key bounds, the longest of each, causal, window or 0
@@ -57,8 +56,8 @@ class Bounds:
     ) -> None:
         shared = [tree for tree in trees if tree.is_shared]
         prompts = [Run(tree.start, tree.prompt_length) for tree in shared]
-        completions = [run for tree in shared for run in runs_of(tree)[1:]]
-        others = [run for tree in trees if not tree.is_shared for run in runs_of(tree)]
+        completions = [run for tree in shared for run in tree.runs[1:]]
+        others = [run for tree in trees if not tree.is_shared for run in tree.runs]
         runs_of_sections = [Run(0, root)] if root else [], prompts, completions, others
         sections = [[run.length for run in runs] for runs in runs_of_sections]
         siblings = [sum(tree.completion_lengths) for tree in shared]
@@ -330,7 +329,7 @@ def _before(trees: Sequence[Tree], root: int, place: Array) -> list[list[tuple[i
     completions = [
         at_root + of(tree.start, tree.prompt_length) for tree in shared for length in tree.completion_lengths if length
     ]
-    others = [at_root for tree in trees if not tree.is_shared for _ in runs_of(tree)]
+    others = [at_root for tree in trees if not tree.is_shared for _ in tree.runs]
     return [*first, *prompts, *completions, *others]
 
 

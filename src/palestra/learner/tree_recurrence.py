@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.algo.batching import Tree, take_rows
+from palestra.algo.batching import Run, Tree, take_rows
 from palestra.engine.recurrent import Compute, RecurrentLayer, RecurrentLayers, RowStates
-from palestra.learner.patches import WALKS
-from palestra.learner.tree_attention import LAYOUTS, Layout
-from palestra.learner.tree_runs import Run, Runs, of_about_one_length, runs_of
+from palestra.learner.compiled_layers import LAYOUTS, WALKS
+from palestra.learner.tree_attention import Layout, Runs, of_about_one_length
 
 # The longest row of a call has up to this many times the tokens of its shortest. On a GPU fewer calls make up for more
 # padding.
@@ -50,7 +49,7 @@ class TreeRuns:
 
 def _completions(trees: Sequence[Tree], numbers: dict[int, int], root: int) -> Iterator[Run]:
     for tree in trees:
-        for run in runs_of(tree)[bool(tree.prompt_length) :]:
+        for run in tree.runs[bool(tree.prompt_length) :]:
             yield run._replace(past=numbers[tree.start] if tree.prompt_length else root)
 
 

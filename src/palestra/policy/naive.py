@@ -53,7 +53,6 @@ class NaivePolicy(Policy[NaiveSession]):
 
     def __init__(self, model: Any, tokenizer: Any = None, max_batch: int = 256) -> None:
         self._model = model
-        self._tokenizer = tokenizer
         self._max_batch = max_batch
         self._weights_lock = threading.Lock()
         self._stops = StopStrings(tokenizer)
@@ -87,7 +86,7 @@ class NaivePolicy(Policy[NaiveSession]):
 
     async def sample(self, session: NaiveSession, params: SamplingParams) -> Turn:
         _check_open(session)
-        check_params(params, self._tokenizer is not None)
+        check_params(params, self._stops.usable)
         request = _Request(session, params, asyncio.get_running_loop().create_future())
         request.matching = self._compile_grammar(params.grammar).start() if params.grammar is not None else None
         self._waiting.append(request)

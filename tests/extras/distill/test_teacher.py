@@ -33,7 +33,7 @@ from palestra.extras.distill.teacher import (
     teacher_gain,
     teacher_of,
 )
-from palestra.learner.forward import FrozenModel
+from palestra.learner.frozen import FrozenModel
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
 from palestra.models.chat.template import ChatFormat

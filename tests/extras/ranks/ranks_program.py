@@ -205,7 +205,7 @@ def root(ranks: TorchRanks, folder: Path) -> dict[str, Any]:
     samples = make_samples(groups=5, beginning=80)
     batch, loss = Batch.of(samples), loss_of(samples)
     own = many._local._packed(batch.part(*share_of_rows(batch, ranks)), echo=False)
-    found: dict[str, Any] = {"roots": [micro.batch.root for micro in own.micro_batches]}
+    found: dict[str, Any] = {"roots": [micro.root for micro in own]}
     found["logprobs"] = float(np.nanmax(np.abs(one.forward(batch) - many.forward(batch))))
     for learner in (one, many):
         learner.forward_backward(batch, loss)

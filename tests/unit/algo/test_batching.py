@@ -150,8 +150,8 @@ def test_observed_tokens_are_scored_only_when_asked_for() -> None:
     [with_observed] = pack(Batch.of([sample]), max_tokens=100, echo=True)
     assert without.target.tolist() == [3]
     assert with_observed.target.tolist() == [3, 4]
-    assert with_observed.policy_mask.tolist() == [True, False]
-    assert with_observed.echo_mask.tolist() == [False, True]
+    assert with_observed.policy.tolist() == [0]
+    assert with_observed.echo.tolist() == [1]
 
 
 def test_minibatches_keep_order_and_lose_nothing() -> None:

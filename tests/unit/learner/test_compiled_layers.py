@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from palestra.engine.attention import attention_chunk
-from palestra.learner import patches, self_check
+from palestra.learner import compiled_layers, self_check
 from palestra.learner.forward import Scorer
 
 
@@ -28,10 +28,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
         return run
 
-    patches._compiled_layer.cache_clear()
-    monkeypatch.setattr(patches, "_compiled", uncompiled)
+    compiled_layers._compiled_layer.cache_clear()
+    monkeypatch.setattr(compiled_layers, "_compiled", uncompiled)
     yield calls
-    patches._compiled_layer.cache_clear()
+    compiled_layers._compiled_layer.cache_clear()
 
 
 def model() -> Any:
@@ -73,20 +73,20 @@ def test_traced_layers_are_remembered_on_disk_until_what_they_hold_changes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rule = tmp_path / "rule.py"
-    monkeypatch.setattr(patches, "TRACED_FILES", [rule])
+    monkeypatch.setattr(compiled_layers, "TRACED_FILES", [rule])
     hashes = []
     for text in ("keep products", "keep products", "keep nothing"):
         rule.write_text(text)
-        hashes.append(patches._checkpoint_contexts().cache_hash)
+        hashes.append(compiled_layers._checkpoint_contexts().cache_hash)
     assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_the_files_of_traced_layers_are_there() -> None:
-    assert all(path.is_file() for path in patches.TRACED_FILES)
+    assert all(path.is_file() for path in compiled_layers.TRACED_FILES)
 
 
 def test_a_larger_check_begins_with_the_same_rows() -> None:
-    small, large = (self_check._probe(model(), True, size=size).batch for size in (0, 16 * 1000))
+    small, large = (self_check._probe(model(), True, size=size) for size in (0, 16 * 1000))
     assert len(large.token_ids) - len(small.token_ids) == 1000 // 128 * 128
     for name in ("token_ids", "position_ids", "source", "target"):
         mine = getattr(small, name)

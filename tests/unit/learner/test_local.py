@@ -95,12 +95,12 @@ def test_the_size_of_micro_batches_changes_nothing(loss: str) -> None:
 def test_micro_batches_are_padded_also_when_graphs_had_to_give_their_memory_back() -> None:
     learner = Steps(build(), config=settings()).learner
     learner._shapes = Shapes(10_000)
-    graphs = learner._scorer.graphs = Graphs(learner.model, learner._scorer._layers)
+    graphs = learner._scorer.graphs = Graphs(learner.model, learner._scorer._run_layers)
     shapes = []
     for change in (lambda: None, graphs.forget, lambda: setattr(graphs, "pads", False)):
         change()
         packed = learner._packed(Batch.of(make_samples()), echo=False)
-        shapes += [micro.layout.bounds.shape for micro in packed.micro_batches]
+        shapes += [micro.layout.bounds.shape for micro in packed]
     assert shapes[0] is not None
     assert shapes == [shapes[0], shapes[0], None]
 

@@ -19,8 +19,8 @@ from palestra.core.config_sections import LoraSection
 from palestra.core.errors import SettingError, UnsupportedError
 from palestra.engine.supported import adapted_product, is_linear
 from palestra.learner import lora as lora_module
+from palestra.learner.compiled_layers import _what_to_keep
 from palestra.learner.lora import add_lora, build_peft_config, quantization_config
-from palestra.learner.patches import _what_to_keep
 from palestra.train import setup
 
 

@@ -35,7 +35,7 @@ def memory_for(learner: LocalLearner, tokens: int, where: str) -> Iterator[list[
     score = learner._scorer.forward
 
     def scored(micro: Any, **options: Any) -> Any:
-        tried.append(len(micro.batch.token_ids))
+        tried.append(len(micro.token_ids))
         if where == "forward":
             fail()
         return score(micro, **options)
@@ -83,7 +83,7 @@ def test_what_is_accumulated_is_kept_and_only_the_rest_is_computed_again() -> No
     samples = [*rows(2, 2), *rows(1, 8, new=20)]  # the last group is larger than those before it
     learner = make_learner(tokens=200)
     packed = learner._pack(Batch.of(samples), echo=False)
-    sizes = [len(micro.batch.token_ids) for micro in packed.micro_batches]
+    sizes = [len(micro.token_ids) for micro in packed]
     assert len(sizes) == 2
     with memory_for(learner, sizes[0] + 50, "forward") as tried:
         learner.forward_backward(Batch.of(samples), loss_of(samples))

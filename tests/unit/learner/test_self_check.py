@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from palestra.algo.batching import Tree
+from palestra.algo.batching import MicroBatch, Tree
 from palestra.core.errors import UnsupportedModel
-from palestra.learner import tree_attention
+from palestra.learner import forward, tree_attention
 from palestra.learner.forward import Scorer
-from palestra.learner.micro_batches import PackedMicroBatch
 from palestra.learner.tree_attention import Layout
 
 SHAPE = {
@@ -46,7 +45,7 @@ def attend_by(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Plant:
     def wrong(*tensors: Any, **keywords: Any) -> Any:
         return ATTENTION(*tensors, **change(keywords))
 
-    return lambda patch: patch.setattr(tree_attention, "tree_attention", wrong)
+    return lambda patch: patch.setattr(forward, "tree_attention", wrong)
 
 
 def siblings_see_each_other(keywords: dict[str, Any]) -> dict[str, Any]:
@@ -73,27 +72,27 @@ def no_window(keywords: dict[str, Any]) -> dict[str, Any]:
     return keywords | {"sliding_window": None}
 
 
-def place_by(change: Callable[[PackedMicroBatch], torch.Tensor]) -> Plant:
+def place_by(change: Callable[[MicroBatch], torch.Tensor]) -> Plant:
     """Other positions for RoPE."""
 
-    def wrong(self: Scorer, micro: PackedMicroBatch) -> torch.Tensor:
-        return HIDDEN(self, replace(micro, batch=replace(micro.batch, position_ids=change(micro))))
+    def wrong(self: Scorer, micro: MicroBatch) -> torch.Tensor:
+        return HIDDEN(self, replace(micro, position_ids=change(micro)))
 
     return lambda patch: patch.setattr(Scorer, "_packed_hidden", wrong)
 
 
-def places_in_the_packed_run(micro: PackedMicroBatch) -> torch.Tensor:
-    return torch.arange(len(micro.batch.token_ids))
+def places_in_the_packed_run(micro: MicroBatch) -> torch.Tensor:
+    return torch.arange(len(micro.token_ids))
 
 
-def one_too_far_from_the_prompt(micro: PackedMicroBatch) -> torch.Tensor:
-    tree, _ = micro.batch.trees
-    places = torch.arange(len(micro.batch.token_ids))
-    return micro.batch.position_ids + (places >= tree.start + tree.prompt_length)
+def one_too_far_from_the_prompt(micro: MicroBatch) -> torch.Tensor:
+    tree, _ = micro.trees
+    places = torch.arange(len(micro.token_ids))
+    return micro.position_ids + (places >= tree.start + tree.prompt_length)
 
 
-def one_too_far_from_the_root(micro: PackedMicroBatch) -> torch.Tensor:
-    return micro.batch.position_ids + (torch.arange(len(micro.batch.token_ids)) >= micro.batch.root)
+def one_too_far_from_the_root(micro: MicroBatch) -> torch.Tensor:
+    return micro.position_ids + (torch.arange(len(micro.token_ids)) >= micro.root)
 
 
 FAULTS = {
@@ -145,7 +144,7 @@ def test_an_error_in_attention_is_raised_and_not_taken_for_a_model_that_does_not
     def broken(*tensors: Any, **keywords: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(tree_attention, "tree_attention", broken)
+    monkeypatch.setattr(forward, "tree_attention", broken)
     model = fresh("qwen3")
     with pytest.raises(type(error), match=str(error)):
         Scorer(model)
@@ -158,6 +157,6 @@ def test_a_model_that_says_it_is_not_supported_is_computed_in_padded_rows(
     def refuses(*tensors: Any, **keywords: Any) -> Any:
         raise UnsupportedModel("its attention takes no keywords")
 
-    monkeypatch.setattr(tree_attention, "tree_attention", refuses)
+    monkeypatch.setattr(forward, "tree_attention", refuses)
     assert Scorer(fresh("qwen3")).mode == "reference"
     assert "its attention takes no keywords" in caplog.text

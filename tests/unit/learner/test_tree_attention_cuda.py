@@ -17,8 +17,9 @@ from torch import Tensor
 from palestra.algo.batching import Tree
 from palestra.learner import self_check, tree_attention, tree_attention_cuda
 from palestra.learner.forward import Scorer
+from palestra.learner.masked_attention import Reach, masked_trees
 from palestra.learner.shapes import Shapes
-from palestra.learner.tree_attention import Layout, Reach, masked_trees
+from palestra.learner.tree_attention import Layout
 from palestra.learner.tree_attention_cuda import Bounds, flash_trees
 
 TREES = (Tree(0, 5, (3, 4, 1)), Tree(13, 0, (6,)), Tree(19, 4, (2, 2)), Tree(27, 3, ()))

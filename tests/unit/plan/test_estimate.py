@@ -11,7 +11,7 @@ import pytest
 from palestra.algo.batch import Batch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.engine.pages import BLOCK_ROWS, MIN_SAVED_BYTES
+from palestra.engine.session import BLOCK_ROWS, MIN_SAVED_BYTES
 from palestra.plan import estimate as step_time
 from palestra.plan.device import DEVICES, GIB, Device, cpu, find_device
 from palestra.plan.estimate import RunEstimate, estimate

@@ -9,18 +9,21 @@ module at load.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from palestra.engine.attention import AttentionPlan, ScoreRule
 from palestra.engine.supported import (
+    LowRank,
     adapter_of,
     base_linear,
     base_model,
     is_llama_like,
+    linear_groups,
     norm_epsilon,
     sliding_window,
     text_config,
@@ -32,6 +35,9 @@ MAX_WEIGHT_BYTES = 2 << 30  # beyond this a second copy of the weights takes too
 class _Linear(NamedTuple):
     weight: Tensor  # [in, out]
     bias: Tensor | None
+
+
+Sources = list[tuple[nn.Linear, LowRank | None]]  # linear layers with the same input, and their adapters
 
 
 @dataclass(slots=True)
@@ -58,6 +64,10 @@ class CpuFastDecoder:
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim: int = attention.head_dim
         self._norms = {"hidden": _Norm(model.model.norm), "head": _Norm(getattr(attention, "q_norm", None))}
+        groups: list[Sources] = [[(base_linear(each), adapter_of(each)) for each in g] for g in linear_groups(model)]
+        self._head_source = groups[0]
+        self._sources = list(zip(groups[1::4], groups[2::4], groups[3::4], groups[4::4], strict=True))  # of each layer
+        self._rules = [ScoreRule(x.self_attn.scaling, sliding_window(x.self_attn)) for x in model.model.layers]
         self._copied_version: int | None = None
         self._layers: list[_Weights] = []
         self._head = _NO_HEAD
@@ -81,7 +91,7 @@ class CpuFastDecoder:
     def __call__(self, ids: list[int], positions: list[int], ends: list[int], plan: AttentionPlan) -> Tensor:
         """Logits [ends, vocabulary] for a step's tokens at their positions; `ends` says which of them sample."""
         # A write in place raises a tensor's version, except by a fused optimizer: it calls for `weights_changed`.
-        version = sum(p._version for p in self._parameters)
+        version = sum(map(attrgetter("_version"), self._parameters))
         if version != self._copied_version:
             self._copy_weights()
             self._copied_version = version
@@ -119,8 +129,9 @@ class CpuFastDecoder:
     def _copy_weights(self) -> None:
         hidden, head = self._norms["hidden"].factor, self._norms["head"].factor
         self._layers = []
-        for layer in self.model.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
+        for layer, rule, sources in zip(self.model.model.layers, self._rules, self._sources, strict=True):
+            attention = layer.self_attn
+            qkv, out, (gate, up), down = sources
             attention_norm = layer.input_layernorm.weight * hidden
             mlp_norm = layer.post_attention_layernorm.weight * hidden
             qk_norm = None
@@ -128,16 +139,16 @@ class CpuFastDecoder:
                 of_q, of_k = attention.q_norm.weight, attention.k_norm.weight
                 qk_norm = torch.cat([of_q.expand(self.heads, -1), of_k.expand(self.kv_heads, -1)]) * head
             weights = _Weights(
-                qkv=_scaled([attention.q_proj, attention.k_proj, attention.v_proj], attention_norm),
-                out=_scaled([attention.o_proj]),
-                gate=_scaled([mlp.gate_proj], mlp_norm),
-                up=_scaled([mlp.up_proj], mlp_norm),
-                down=_scaled([mlp.down_proj]),
+                qkv=_scaled(qkv, attention_norm),
+                out=_scaled(out),
+                gate=_scaled([gate], mlp_norm),
+                up=_scaled([up], mlp_norm),
+                down=_scaled(down),
                 qk_norm=qk_norm,
-                rule=ScoreRule(attention.scaling, sliding_window(attention)),
+                rule=rule,
             )
             self._layers.append(weights)
-        self._head = _scaled([self.model.lm_head], self.model.model.norm.weight * hidden)
+        self._head = _scaled(self._head_source, self.model.model.norm.weight * hidden)
 
     def _extend_rope(self, length: int) -> None:
         """The model's own tables [positions, 1, D], twice as long as needed now; the sine has rotate_half's signs."""
@@ -175,13 +186,12 @@ def _add_product(x: Tensor, y: Tensor, linear: _Linear) -> Tensor:
     return x if linear.bias is None else x.add_(linear.bias)
 
 
-def _scaled(linears: list[Any], norm: Tensor | None = None) -> _Linear:
+def _scaled(linears: Sources, norm: Tensor | None = None) -> _Linear:
     """Linear layers side by side, their adapters added, their input scaled by a norm's weight."""
     weights: list[Tensor] = []
     biases: list[Any] = []
-    for linear in linears:
-        base, adapter = base_linear(linear), adapter_of(linear)
-        own = base.weight
+    for base, adapter in linears:
+        own: Tensor = base.weight
         if adapter is not None:
             own = torch.addmm(own, adapter.up, adapter.down, alpha=adapter.scaling)
         weights.append(own.t())

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from palestra.core.machine import to_device
 from palestra.engine.attention import AttentionPlan, ScoreRule
 from palestra.engine.cuda import kernels
-from palestra.engine.pages import BLOCK_ROWS, SharedPrefixes
-from palestra.engine.session import Session
+from palestra.engine.session import BLOCK_ROWS, Session, SharedPrefixes
 
 DECODE_PROGRAMS = 512  # about what fills an H200 in one wave; fewer rows are split along their length
 MAX_SPLITS, MAX_SHARED_SPLITS = 8, 64

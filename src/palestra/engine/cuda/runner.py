@@ -34,12 +34,11 @@ from palestra.engine.cuda.paged_ops import (
 )
 from palestra.engine.cuda.recurrent_steps import MAX_RUN, HybridDecoder, RecurrentStep, StateRows
 from palestra.engine.cuda.state import DecodeState
-from palestra.engine.pages import MIN_SAVED_BYTES, SharedPrefixes
 from palestra.engine.recurrent import NO_STEPS, RecurrentLayers, RecurrentSteps, Run, StateStore, over_runs, runs_of
 from palestra.engine.routing import ExpertRouting
 from palestra.engine.runner import KVMemory, Runner
 from palestra.engine.sampler import SamplingRow, sample
-from palestra.engine.session import Chunk, Collect, Emission, no_emissions
+from palestra.engine.session import MIN_SAVED_BYTES, Chunk, Collect, Emission, SharedPrefixes, no_emissions
 from palestra.engine.supported import NO_EXACT, CacheTooLarge, KVShape, base_model, can_capture, is_llama_like
 
 log = logging.getLogger("palestra")

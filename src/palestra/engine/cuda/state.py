@@ -16,9 +16,8 @@ from torch import Tensor
 
 from palestra.core.machine import put
 from palestra.engine.cuda.paged_ops import padded_tables
-from palestra.engine.pages import BLOCK_ROWS, SharedPrefixes
 from palestra.engine.sampler import uniforms
-from palestra.engine.session import Chunk, Job
+from palestra.engine.session import BLOCK_ROWS, Chunk, Job, SharedPrefixes
 
 VOCABULARY_BLOCK = 4096
 MAX_STOPS = 8  # stop ids a row at first; more need other buffers

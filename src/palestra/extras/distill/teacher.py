@@ -26,7 +26,7 @@ from palestra.envs.running import tools_of
 from palestra.evals.rollout_stats import leaks_hint
 from palestra.extras.distill.loss import TEACHER, WEIGHT, DistillLoss
 from palestra.learner.base import Learner
-from palestra.learner.forward import FrozenModel
+from palestra.learner.frozen import FrozenModel
 from palestra.learner.local import LocalLearner
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel, load_model

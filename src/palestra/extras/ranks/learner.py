@@ -26,8 +26,7 @@ from palestra.core.weights import Weights
 from palestra.extras.ranks.sharding import load_sharded, load_whole, save_sharded
 from palestra.learner import state as learner_state
 from palestra.learner.base import noop
-from palestra.learner.local import LocalLearner
-from palestra.learner.micro_batches import LocalOutputs
+from palestra.learner.local import LocalLearner, LocalOutputs
 
 
 def share_of_rows(batch: Batch, ranks: Ranks) -> tuple[int, int]:

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from palestra.core.errors import SettingError, UnreadableFileError
 from palestra.learner.optimizer import Optimizer
-from palestra.learner.patches import decoder_layers
 from palestra.learner.state import SHARDS
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def shard(scorer: Any, *, master_weights: bool) -> None:
     if master_weights and trained:
         policy = _with_master_weights(trained, policy)
     mesh = init_device_mesh(managed[0].device.type, (dist.get_world_size(),))
-    for module in (*decoder_layers(scorer.model), scorer):
+    for module in (*scorer.layers, scorer):
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)
         # the loss has the normalisers of the whole step, so gradients of ranks add up
         sharded.set_gradient_divide_factor(1.0)

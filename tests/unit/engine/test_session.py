@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.engine.pages import BLOCK_ROWS, PagePool, SharedPrefixes
-from palestra.engine.session import Session
+from palestra.engine.session import BLOCK_ROWS, PagePool, Session, SharedPrefixes
 
 
 def test_fork_shares_full_pages_and_copies_the_partial_one() -> None:

@@ -1,4 +1,4 @@
-"""Temporary changes of the live model in a learner session, and what compiled layers call without tracing it."""
+"""Compiled layers of a learner session, and what they call without tracing it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from palestra.engine.attention import ModulePatches
-from palestra.engine.supported import is_standard_rms_norm, norm_epsilon
 
 T = TypeVar("T")
-MAX_MLP_SHARE = 0.75  # of the tokens; above this, selecting them saves nothing
 MAX_RECOMPUTED_COLUMNS = 256  # a product over fewer, as those of adapters' ranks, is cheaper to repeat than to keep
 COSTLY = {  # in addition to products
     "bitsandbytes.gemm_4bit.default",
@@ -28,82 +26,6 @@ COSTLY = {  # in addition to products
 }
 # What traced layers hold of ours, and the compiler's cache does not look into: the rule of what is kept, and attention.
 TRACED_FILES = [Path(__file__), Path(__file__).with_name("tree_attention_cuda.py")]
-
-
-def decoder_of(model: Any) -> Any:
-    """The model without its head; Llama 4's config names another prefix."""
-    return model.base_model if model.base_model is not model else getattr(model, "model", model)
-
-
-def decoder_layers(model: Any) -> list[nn.Module]:
-    """All of one make, so that one compiled program serves them all."""
-    stacks = [child for child in decoder_of(model).children() if isinstance(child, nn.ModuleList)]
-    return max((list(stack) for stack in stacks), key=len, default=[])
-
-
-class FastNorms:
-    """Faster RMS norms for a model on a CPU: without them, the embedded model's update takes 7 % longer.
-
-    Families write the norm differently (some scale by 1 + weight), so each class is compared with the formula first.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        found = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and norm_epsilon(m) is not None]
-        first = {type(m): m for m in reversed(found)}
-        standard = {kind for kind, norm in first.items() if is_standard_rms_norm(norm)}
-        self._stand_ins = [(m, _trained(m)) for m in found if type(m) in standard]
-
-    def use(self, patches: ModulePatches) -> None:
-        for module, stand_in in self._stand_ins:
-            patches.set(module, "forward", stand_in)
-
-
-def _trained(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    epsilon = norm_epsilon(module)
-    return lambda x: _RmsNorm.apply(x, module.weight, epsilon)
-
-
-class _RmsNorm(torch.autograd.Function):
-    """The norm with its gradient written out: a third of the passes over memory that its formula makes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = length.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
-        normed = x * inverse
-        ctx.save_for_backward(normed, inverse, weight)
-        return normed * weight
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        normed, inverse, weight = ctx.saved_tensors
-        grad = grads[0]
-        along = grad * normed
-        mean = torch.matmul(along, weight).div_(len(weight)).unsqueeze_(-1)
-        grad_x = (grad * weight).addcmul_(normed, mean, value=-1.0).mul_(inverse)
-        return grad_x, along.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None
-
-
-def last_mlp_at(layers: list[nn.Module], source: Tensor, tokens: int, patches: ModulePatches) -> None:
-    """Compute the last layer's MLP only at the tokens of `source`, whose hidden states are read.
-
-    The other ones (prompts and tool results) are computed for their keys and values alone.
-    """
-    mlp = getattr(layers[-1], "mlp", None) if layers else None
-    if not isinstance(mlp, nn.Module) or "forward" in mlp.__dict__:
-        return
-    rows = torch.unique(source)
-    if len(rows) > MAX_MLP_SHARE * tokens:
-        return
-    whole = mlp.forward
-
-    def forward(x: Tensor) -> Any:
-        part = whole(x.index_select(1, rows))
-        if not isinstance(part, Tensor):  # a mixture of experts that gives its router's choices too
-            return whole(x)
-        return x.new_zeros(1, tokens, part.shape[-1]).index_copy(1, rows, part)
-
-    patches.set(mlp, "forward", forward)
 
 
 def compile_layers(layers: list[nn.Module], patches: ModulePatches, *, with_hooks: bool) -> None:
@@ -201,6 +123,9 @@ class Registry(Generic[T]):
 
     def __getitem__(self, handle: Tensor) -> T:
         return self._alive[int(handle)]
+
+
+LAYOUTS: Registry[Any] = Registry()  # of `tree_attention.Layout`
 
 
 def gradients(
