@@ -71,7 +71,7 @@ HEAVY = {
     "extras/tinker extras/tinker/client extras/tinker/server learner models models/export policy train",
     "transformers": "learner",
     "peft": "",
-    "safetensors": "learner models/export train",
+    "safetensors": "extras/gguf learner models/export train",
     "numpy": "algo core engine engine/cpu engine/cuda extras/atropos extras/dashboard extras/distill extras/gguf "
     "extras/ranks extras/tinker extras/tinker/client extras/tinker/server extras/vllm learner models/chat train",
     "triton": "engine/cuda learner",

@@ -214,9 +214,7 @@ class GRPOTrainingResult:
         `model_path` is another saved model than the run's own; `llama_cpp_path` is needed for quantisations other than
         f32, f16, bf16 and q8_0.
         """
-        from palestra.models.export.hf import open_source
-
-        source = open_source(str(model_path or self.model_path), model_name)
+        source = provided("a conversion to GGUF")(str(model_path or self.model_path), model_name)
         if not source.instructions:
             source = replace(source, instructions=self.instructions or "")
         folder = self.run.export / "ollama" / slug(model_name)

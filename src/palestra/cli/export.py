@@ -93,10 +93,8 @@ def command(
             to_hf(model, path := out or folder / "hf")
         console.print(f"{path}", soft_wrap=True)
         return {"to": kind, "path": str(path)}
-    from palestra.models.export.hf import open_source
-
     with task(console, "opening the model"):
-        source = open_source(model, name)
+        source = provided("a conversion to GGUF")(model, name)
     with task(console, source.name, unit="bytes") as phase:
 
         def on_progress(done: int, total: int) -> None:

@@ -87,6 +87,7 @@ PROVIDES = {
     "distill.coefficient": "distill.teacher:teacher_of",
     "palestra/smollm2": "gguf.read:smollm2_file",
     "GGUF files": "gguf.read:cached_conversion",
+    "a conversion to GGUF": "gguf.source:open_source",
     "--to gguf": "gguf.export:to_gguf",
     "to_ollama": "gguf.ollama:to_ollama",
     "--to html": "dashboard.export_page:page_of_run",

@@ -37,8 +37,8 @@ from palestra.extras.gguf.config import (
     tensor_names,
 )
 from palestra.extras.gguf.file import require_gguf
+from palestra.extras.gguf.source import ModelSource
 from palestra.extras.gguf.tokenizer import model_name, tokenizer_to_gguf
-from palestra.models.export.hf import ModelSource
 
 # type of the matrices -> general.file_type
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}

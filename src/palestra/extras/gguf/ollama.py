@@ -12,8 +12,8 @@ from palestra.core.errors import InputError, SettingError, UnsupportedError
 from palestra.core.files import write_text
 from palestra.extras.gguf.config import config_to_gguf, is_written_here
 from palestra.extras.gguf.export import Progress, run_program, to_gguf
+from palestra.extras.gguf.source import ModelSource
 from palestra.extras.gguf.tokenizer import chat_template
-from palestra.models.export.hf import ModelSource
 from palestra.models.loading import TINY
 
 _MAX_CONTEXT = 8192  # longer ones need more memory than most machines have; PARAMETER num_ctx can be edited
