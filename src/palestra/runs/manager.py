@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import StateError
-from palestra.core.files import folder_size, new_folder, open_private, remove_stale
+from palestra.core.files import new_folder, open_private, remove_stale
 from palestra.core.run_folder import Resume, RunFolder, step_of
 from palestra.runs import limits
 from palestra.runs.index import ACTIVE, ENDED, Row, State, TooManyRuns, new_id, palestra_home
@@ -145,25 +144,10 @@ class RunManager(RunReader):
             raise StateError(f"run {run_id}: {reason}")
 
 
-@dataclass(frozen=True, slots=True)
-class DeletableFolder:
-    """A folder that can be deleted without losing a result, and why."""
-
-    path: Path
-    why: str
-    size: int
-
-    def delete(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
-def run_garbage(run: RunFolder) -> Iterator[DeletableFolder]:
-    """Checkpoints but the newest and the best, and half-written ones; nothing of a run that is being trained."""
+def run_garbage(run: RunFolder) -> dict[Path, str]:
+    """The folders of checkpoints but the newest and the best, and why; none of a run that is being trained."""
     if holder(run.path) is not None:
-        return
+        return {}
     keep = {run.last_checkpoint(), run.best_checkpoint()}
-    for path in run.step_checkpoints():
-        if path not in keep:
-            yield DeletableFolder(path, "an older checkpoint", folder_size(path))
-    for path in sorted(run.checkpoints.glob(".step-*")):
-        yield DeletableFolder(path, "half written", folder_size(path))
+    older = {path: "an older checkpoint" for path in run.step_checkpoints() if path not in keep}
+    return older | dict.fromkeys(sorted(run.checkpoints.glob(".step-*")), "half written")
