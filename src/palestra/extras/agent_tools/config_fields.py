@@ -177,7 +177,8 @@ def _ask_env(
     entry: DiscoveredEnv, settings: Mapping[str, Any], timeout_s: float, python: Path | None
 ) -> EnvDescription:
     with tempfile.TemporaryDirectory() as home, tempfile.TemporaryFile() as stderr:
-        child = ChildProcess(python or sys.executable, clean_environment() | {"HOME": home}, home, stderr)
+        functions = Path(__file__).with_name("describe_child.py")
+        child = ChildProcess(functions, python or sys.executable, clean_environment() | {"HOME": home}, home, stderr)
         package, roots = package_of(entry.file_path)
         names = {"file": str(entry.file_path), "class_name": entry.class_name, "roots": [str(root) for root in roots]}
         try:
