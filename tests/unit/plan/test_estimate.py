@@ -12,12 +12,13 @@ from palestra.algo.batch import Batch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.engine.pages import BLOCK_ROWS
+from palestra.extras.plan.shapes import find_shape, known_shapes
 from palestra.plan import estimate as step_time
 from palestra.plan.device import DEVICES, GIB, Device, cpu, find_device
 from palestra.plan.estimate import RunEstimate, estimate
 from palestra.plan.memory import suited_micro_batch, token_activations
 from palestra.plan.of_config import with_suited_step
-from palestra.plan.shape import ModelShape, find_shape, known_shapes, shape_from_config
+from palestra.plan.shape import ModelShape, shape_from_config
 from palestra.plan.work import StepWork
 
 TINY = Path(__file__).parents[3] / "src" / "palestra" / "models" / "tiny"

@@ -18,11 +18,11 @@ from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_RANK
 from palestra.core.errors import SettingError
 from palestra.core.machine import memory_gib, processors
+from palestra.extras.plan.shapes import find_shape, known_shapes
 from palestra.plan.device import GIB, Device, cpu, efficiency_of, find_device
 from palestra.plan.estimate import RunEstimate, duration_text, estimate
 from palestra.plan.memory import PLANNED
 from palestra.plan.of_config import with_suited_step, work_of
-from palestra.plan.shape import find_shape, known_shapes
 from palestra.runs.request import RunRequest
 
 _DEFAULT_CONTEXT = 2048
