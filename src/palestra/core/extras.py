@@ -95,6 +95,7 @@ PROVIDES = {
     "environments of other libraries": "adapters.by_name:BY_NAME",
     "reasoning-gym": "environments.reasoning_gym:task_names",
     "runs over the wire": "atropos.runs",
+    "settings that fit": "plan.fitting:remedy",
     "arguments of TRL": "trl.arguments:read_arguments",
     "improve()": "improve.improve:improve",
     "the dashboard": "dashboard.app:app_of_runs",

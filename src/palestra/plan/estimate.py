@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import NamedTuple
 
+from palestra.core.extras import is_installed, provided
 from palestra.plan.device import GIB, GPUS_OF_A_NODE, Device, Efficiency, efficiency_of
 from palestra.plan.memory import (
     MODULE_PATH_FACTOR,
@@ -19,7 +17,7 @@ from palestra.plan.memory import (
     trained_weights,
 )
 from palestra.plan.shape import ModelShape
-from palestra.plan.work import MAX_RUNNING, METHODS, StepWork
+from palestra.plan.work import MAX_RUNNING, StepWork
 
 LINK_SHARE = 0.7  # of a link's figure, in collectives
 FLASH_BACKWARD = 2.5  # the backward pass of attention, in forward passes
@@ -29,15 +27,8 @@ SHARED_RATE = 0.71  # of the bandwidth, where they do
 CAPTURED_PADDING = 1.35  # tokens of a captured micro-batch with padding, relative to those without
 REPLAY_S = 0.015  # host time of one replay that does not overlap with the GPU: packing, loss and optimizer
 
-_METHOD_SETTINGS = {"lora": "--lora.r {rank}", "qlora": "--lora.load_in_4bit true"}
-MAX_GPUS = 1024
 
-
-class Suggestion(NamedTuple):
-    """Other settings for the run, as command-line options, and its work with them."""
-
-    settings: str
-    work: StepWork
+SMALLER = "use a smaller model, shorter rollouts or a larger GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +61,11 @@ class RunEstimate:
     def with_work(self, work: StepWork) -> RunEstimate:
         return estimate(self.shape, self.device, work)
 
-    def changes_that_fit(self) -> Suggestion | None:
-        """The least change by which it would fit on as many GPUs; None where none of those that are tried is enough."""
-        tried = _smaller(self.work)
-        return next((change for change in tried if change.settings and self.with_work(change.work).fits), None)
-
-    def gpus_that_fit(self) -> int | None:
-        """The fewest GPUs, doubled from those there are, on which it would fit as it is."""
-        gpus = self.work.gpus
-        while gpus <= (MAX_GPUS if self.work.method != "qlora" else 1):  # 4-bit weights are not divided
-            if self.with_work(replace(self.work, gpus=gpus)).fits:
-                return gpus
-            gpus *= 2
-        return None
-
     def remedy(self) -> str:
         """For an error: the settings by which it would fit, and how many GPUs."""
-        change, gpus = self.changes_that_fit(), self.gpus_that_fit()
-        texts = [f"use {change.settings}"] if change else []
-        texts += [f"{gpus} such GPUs"] if gpus and gpus > self.work.gpus else []
-        return ", or ".join(texts) or "use a smaller model, shorter rollouts or a larger GPU"
+        if is_installed("plan"):
+            return str(provided("settings that fit")(self))
+        return SMALLER
 
 
 def estimate(shape: ModelShape, device: Device, work: StepWork) -> RunEstimate:
@@ -102,33 +78,6 @@ def least(planned: RunEstimate) -> RunEstimate:
     """With the smallest micro-batch and cache there can be: where out-of-memory handling ends."""
     work = planned.work
     return planned.with_work(replace(work, tokens_per_micro_batch=work.context, group_size=1, kv_memory_gib=None))
-
-
-def _smaller(work: StepWork) -> Iterator[Suggestion]:
-    """Smaller runs, the least intrusive change first; of each the larger micro-batches first."""
-    methods = [m for m in METHODS[METHODS.index(work.method) :] if m != "qlora" or work.gpus == 1]
-    checkpointing = (False, True) if not work.gradient_checkpointing else (False,)
-    sleeping = (False, True) if not work.sleep_mode and not work.max_staleness else (False,)
-    choices = product(range(len(methods)), checkpointing, sleeping)
-    for method, recompute, sleep in sorted(choices, key=lambda choice: (4 * choice[0] + choice[1] + choice[2], choice)):
-        settings = ["--model.gradient_checkpointing true"] * recompute + ["--model.sleep_mode true"] * sleep
-        if methods[method] != work.method:
-            settings.append(_METHOD_SETTINGS[methods[method]].format(rank=work.lora_rank))
-        if work.kv_memory_gib is not None:
-            settings.append("--model.kv_memory_gib none")
-        changed = replace(
-            work,
-            method=methods[method],
-            gradient_checkpointing=work.gradient_checkpointing or recompute,
-            sleep_mode=work.sleep_mode or sleep,
-            kv_memory_gib=None,
-        )
-        tokens = work.tokens_per_micro_batch
-        yield Suggestion(" ".join(settings), changed)
-        while tokens > work.context:
-            tokens = max(tokens // 2, work.context)
-            text = " ".join([*settings, f"--train.tokens_per_micro_batch {tokens}"])
-            yield Suggestion(text, replace(changed, tokens_per_micro_batch=tokens))
 
 
 # The time of a step

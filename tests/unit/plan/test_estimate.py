@@ -12,6 +12,7 @@ from palestra.algo.batch import Batch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.engine.pages import BLOCK_ROWS
+from palestra.extras.plan.fitting import changes_that_fit
 from palestra.extras.plan.shapes import find_shape, known_shapes
 from palestra.plan import estimate as step_time
 from palestra.plan.device import DEVICES, GIB, Device, cpu, find_device
@@ -221,7 +222,7 @@ def test_states_are_divided_among_gpus_and_rollouts_too() -> None:
 def test_the_change_that_fits_is_the_least_one_and_does_fit() -> None:
     found = plan("qwen3-4b", DEVICES["rtx-4090"], problems=8, group_size=8, method="lora")
     assert not found.fits
-    change = found.changes_that_fit()
+    change = changes_that_fit(found)
     assert change is not None
     tokens = change.work.tokens_per_micro_batch
     assert change.settings == f"--train.tokens_per_micro_batch {tokens}"
@@ -235,7 +236,7 @@ def test_all_weights_of_a_model_too_large_for_the_gpu_become_adapters_or_more_gp
     assert "--lora.r 16" in found.remedy()
     assert found.remedy().endswith("2 such GPUs") or "4 such GPUs" in found.remedy()
     nowhere = plan("llama-3.3-70b", DEVICES["l4"], problems=8, group_size=8)
-    assert nowhere.changes_that_fit() is None, "not even 4-bit weights fit"
+    assert changes_that_fit(nowhere) is None, "not even 4-bit weights fit"
 
 
 @pytest.mark.extras

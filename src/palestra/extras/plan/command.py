@@ -18,6 +18,7 @@ from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_RANK
 from palestra.core.errors import SettingError
 from palestra.core.machine import memory_gib, processors
+from palestra.extras.plan.fitting import changes_that_fit, gpus_that_fit
 from palestra.extras.plan.shapes import find_shape, known_shapes
 from palestra.plan.device import GIB, Device, cpu, efficiency_of, find_device
 from palestra.plan.estimate import RunEstimate, duration_text, estimate
@@ -177,7 +178,7 @@ def hint_of(planned: RunEstimate) -> str:
 def summary(planned: RunEstimate, steps: int, price: float | None) -> dict[str, Any]:
     """All numbers of an estimate, for programs."""
     (name, share), time, memory = planned.bottleneck, planned.time, planned.memory
-    change = None if planned.fits else planned.changes_that_fit()
+    change = None if planned.fits else changes_that_fit(planned)
     return {
         "device": planned.device.name,
         "gpus": planned.work.gpus,
@@ -200,7 +201,7 @@ def summary(planned: RunEstimate, steps: int, price: float | None) -> dict[str, 
         "memory_usable_gib": round(planned.room / GIB, 2),
         "fits": planned.fits,
         "fits_with": change.settings if change else None,
-        "fits_on_gpus": planned.gpus_that_fit(),
+        "fits_on_gpus": gpus_that_fit(planned),
         "steps": steps,
         "hours": round(time.total_s * steps / 3600, 3),
         "cost": None if price is None else round(cost_of(planned, price, steps), 2),
@@ -246,7 +247,7 @@ def _print(console: Console, name: str, planned: RunEstimate, steps: int, price:
         rest = "; the KV cache takes some of the rest" if need.kv > need.kv_least else ""
         line(f"it fits: {needed}{rest}", "green")
     else:
-        change = planned.changes_that_fit()
+        change = changes_that_fit(planned)
         then = (
             f"; with these a step takes {duration_text(planned.with_work(change.work).time.total_s)}" if change else ""
         )
