@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "suite": "evals api",
     "__init__": "core evals agents envs api suite",
     "demo": "__init__",
-    "cli": "core models evals agents envs policy runs rollout servers train sources api env_api agent_source run",
+    "cli": "core models evals agents envs policy runs rollout servers train api env_api agent_source run",
     "__main__": "cli",
     # the core ends here; no line above names an extra, and no extra another one
     "extras": "",
@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "extras.rescore": "core envs evals rollout agent_source cli train",
     "extras.ranks": "core algo learner rollout",
     "extras.ray": "core models policy rollout train",
-    "extras.record": "core servers cli",
+    "extras.record": "core evals servers sources cli",
     "extras.tinker": "core algo engine models learner policy runs servers train cli",
     "extras.trl": "core agents evals models rollout trainer",
     "extras.vllm": "core models policy",

@@ -24,7 +24,7 @@ EXTRAS = {
     "plan": "time, memory and cost of a training, predicted",
     "ranks": "one training on several GPUs or machines (FSDP2)",
     "ray": "rollout actors on a Ray cluster",
-    "record": "recording what an agent says; traces of other programs as conversations",
+    "record": "recording what an agent says, or the tokens of its attempts; traces of other programs as conversations",
     "rescore": "stored rollouts scored with changed measures",
     "tinker": "the Tinker API, as a server and as a backend",
     "trl": "TRL's names and arguments",
@@ -42,6 +42,10 @@ COMMANDS = {
     ),
     "dashboard": ("Runs", "dashboard.command:command", "Show runs, rollouts and tokens in a browser."),
     "plan": ("Runs", "plan.command:command", "Predict step time, memory and cost of a training."),
+    "gateway": (
+        "Agents and environments in other programs", "record.command:gateway",
+        "Serve a model to agents and record the exact tokens of each attempt.",
+    ),
     "record": (
         "Agents and environments in other programs", "record.command:record",
         "Record what an agent says to an OpenAI- or Anthropic-style API.",
