@@ -1,4 +1,4 @@
-"""The estimate of a run: time and memory of a step, cost, the bottleneck, and the settings that would fit."""
+"""The estimate of a run: time and memory of a step, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ BLOCK_ROWS = 8  # siblings that read their prompt once
 SHARED_RATE = 0.71  # of the bandwidth, where they do
 CAPTURED_PADDING = 1.35  # tokens of a captured micro-batch with padding, relative to those without
 REPLAY_S = 0.015  # host time of one replay that does not overlap with the GPU: packing, loss and optimizer
-
-
 SMALLER = "use a smaller model, shorter rollouts or a larger GPU"
 
 

@@ -103,9 +103,11 @@ def trained_weights(shape: ModelShape, work: StepWork) -> int:
 
 def token_activations(shape: ModelShape, device: Device, work: StepWork) -> float:
     """Bytes that the backward pass needs of one token."""
-    size = work.weight_bytes
-    layer, inside = layer_activations(shape, work), float(shape.mixer_bytes)
-    adapters = float(shape.linear_outputs * adapter_bytes(work))
+    size, inside = work.weight_bytes, float(shape.mixer_bytes)
+    adapter_bytes = {"full": 0, "lora": size, "qlora": QLORA_OUTPUT_BYTES}[work.method]  # of a number that they give
+    adapters = float(shape.linear_outputs * adapter_bytes)
+    # of one compiled layer: log-sum-exps, too, and what adapters have inside
+    layer = float(shape.layer_outputs * size + 4 * shape.heads + 7 * work.lora_rank * adapter_bytes)
     if work.gradient_checkpointing:  # the inputs of all layers, and the activations of one
         factor = 1.0 if is_compiled(shape, device) else MODULE_PATH_FACTOR
         return shape.layers * shape.hidden * size + (layer + adapters) * factor * MODULE_PATH_FACTOR + inside
@@ -113,17 +115,6 @@ def token_activations(shape: ModelShape, device: Device, work: StepWork) -> floa
         kept = KEPT_INSIDE * inside * (shape.layers - shape.attending or shape.layers)
         return shape.layers * (layer + adapters) * MODULE_PATH_FACTOR + kept
     return shape.layers * layer + LORA_LAYERS * adapters + inside
-
-
-def adapter_bytes(work: StepWork) -> int:
-    """Of each number that adapters compute."""
-    return {"full": 0, "lora": work.weight_bytes, "qlora": QLORA_OUTPUT_BYTES}[work.method]
-
-
-def layer_activations(shape: ModelShape, work: StepWork) -> float:
-    """Bytes of a token that one compiled layer keeps: log-sum-exps, too, and what adapters have inside."""
-    inside = 7 * work.lora_rank * adapter_bytes(work)
-    return float(shape.layer_outputs * work.weight_bytes + 4 * shape.heads + inside)
 
 
 def suited_micro_batch(shape: ModelShape, device: Device, work: StepWork) -> int:
