@@ -153,15 +153,9 @@ class GRPOTrainingResult:
             raise SettingError(f"tool {needing!r} takes a context; pass one: generate(…, context=…)")
         chosen = [tool.bind(context) for tool in chosen]
         system = self.instructions if instructions is None else instructions
-        messages = [Message("system", system)] if system else []
-        messages += as_messages(prompt)
-        sampling = SamplingParams(
-            max_new_tokens,
-            temperature,
-            repetition_penalty=repetition_penalty,
-            stop_token_ids=chat.stop_token_ids,
-            seed=seed,
-        )
+        messages = [*([Message("system", system)] if system else []), *as_messages(prompt)]
+        penalty: dict[str, Any] = {"repetition_penalty": repetition_penalty}
+        sampling = SamplingParams(max_new_tokens, temperature, stop_token_ids=chat.stop_token_ids, seed=seed, **penalty)
         policy = self._policy
         policy.wake()
         policy.update(Weights(policy.version + 1, dict, self.model))

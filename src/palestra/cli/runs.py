@@ -111,8 +111,9 @@ def runs_table(runs: Sequence[Run], width: int) -> Table:
 def show(run: str, console: Console) -> dict[str, Any]:
     """Show one run: its state and why, its processes, metrics and files."""
     shown = run_of(RunReader(), run)
-    print_run(console, shown, results(shown))
-    return {**shown.to_dict(), "results": results(shown)}
+    numbers = results(shown)
+    print_run(console, shown, numbers)
+    return {**shown.to_dict(), "results": numbers}
 
 
 def print_run(console: Console, run: Run, results: dict[str, Any]) -> None:
