@@ -329,8 +329,9 @@ class ChatModel:
             self._count("errors", 1)
             if isinstance(error, BudgetSpent):
                 raise
-            reason = f": {error}" if isinstance(error, PalestraError) else f" gave no message: {text_of(error)}"
-            raise RolloutError(f"{self.purpose} {self.model}{reason}") from None
+            if isinstance(error, PalestraError):
+                raise RolloutError(f"{self.purpose} {self.model}: {error}") from None
+            raise RolloutError(f"{self.purpose} {self.model} gave no message: {text_of(error)}") from None
         usage = EndpointUsage()
         usage.add(answer.get("usage"))
         self._count("calls", 1)
