@@ -54,6 +54,7 @@ MAY_IMPORT = {
     "extras.distill": "core algo envs evals learner models rollout train",
     "extras.environments": "core evals envs",
     "extras.gguf": "core models",
+    "extras.hub": "core models",
     "extras.improve": "core agents evals envs policy rollout runs agent_source env_api cli",
     "extras.plan": "core plan runs cli",
     "extras.rescore": "core envs evals rollout agent_source cli train",

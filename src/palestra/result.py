@@ -23,7 +23,6 @@ from palestra.core.weights import Weights
 from palestra.evals.report import EvalReport
 
 if TYPE_CHECKING:
-    from palestra.models.export.hub import HubRepo
     from palestra.policy.base import Policy
     from palestra.train.run import Outcome
 
@@ -187,13 +186,12 @@ class GRPOTrainingResult:
             )
         return known[name]
 
-    def push_to_hub(self, repo: str, *, private: bool = True, adapter: bool = False) -> HubRepo:
+    def push_to_hub(self, repo: str, *, private: bool = True, adapter: bool = False) -> Any:
         """Upload the model to the hub, with a card that has the evaluation; gives the repository's name and URL.
 
         An adapter is merged into its base, unless `adapter`. A repository that does not exist is made.
         """
-        from palestra.models.export.hub import to_hub
-
+        to_hub = provided("an upload to the hub")
         return to_hub(str(self.model_path), repo, private=private, adapter=adapter, report=self.run.report())
 
     def to_ollama(

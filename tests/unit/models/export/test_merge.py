@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("peft")
 pytest.importorskip("gguf")
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "models" / "gguf"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "extras" / "gguf"))
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
