@@ -35,8 +35,7 @@ def hide_token(ctx: click.Context, param: click.Parameter, token: str | None) ->
     return token
 
 
-def port_option(port: int) -> Any:
-    return click.option("--port", default=port, show_default=True, type=click.IntRange(0, 65535), help="0: any free.")
+PORT = click.IntRange(0, 65535)
 
 
 def address_options(port: int) -> Any:
@@ -45,7 +44,7 @@ def address_options(port: int) -> Any:
     def add(function: Any) -> Any:
         for option in (
             click.option("--token", envvar="PALESTRA_TOKEN", show_envvar=True, callback=hide_token, help="For clients"),
-            port_option(port),
+            click.option("--port", default=port, show_default=True, type=PORT, help="0: any free."),
             click.option("--host", default="127.0.0.1", show_default=True, help="Others than loopback need a token."),
         ):
             function = option(function)

@@ -92,7 +92,6 @@ class Efficiency:
     origin: str = "measured on an H200 (benchmarks/RESULTS.md)"
 
 
-_ON_GPU = Efficiency()
 _ON_CPU = Efficiency(
     0.7, 1e-3, 0.5e-3, 0.7, 0.5, 0.2, 9.0, 15e-3, 10e-6, 0.6e-3, 1e-3,
     origin="measured on two cores with AVX-512 (benchmarks/RESULTS.md)",
@@ -100,4 +99,4 @@ _ON_CPU = Efficiency(
 
 
 def efficiency_of(device: Device) -> Efficiency:
-    return _ON_GPU if device.is_gpu else _ON_CPU
+    return Efficiency() if device.is_gpu else _ON_CPU

@@ -92,8 +92,13 @@ def memory(shape: ModelShape, device: Device, work: StepWork) -> Memory:
         workspace=WORKSPACE,
         kv_sleeps=work.sleep_mode,
     )
-    least, most = _kv(parts, shape, device, work)
-    return replace(parts, kv=most, kv_least=least)
+    if work.kv_memory_gib is not None:
+        return replace(parts, kv=work.kv_memory_gib * GIB, kv_least=work.kv_memory_gib * GIB)
+    of_token = shape.kv_numbers * work.weight_bytes
+    room = device.memory_gib * GIB * USABLE - (parts.states if work.sleep_mode else parts.total)
+    one = float(work.context * of_token + shape.state_bytes)  # of one rollout
+    every = work.kv_tokens * of_token + work.sampled * shape.state_bytes
+    return replace(parts, kv=max(one, min(every, room)), kv_least=one)
 
 
 def trained_weights(shape: ModelShape, work: StepWork) -> int:
@@ -168,13 +173,3 @@ def _weights(shape: ModelShape, work: StepWork) -> float:
         return whole + adapters
     copied = (whole if work.method == "full" else adapters) if work.max_staleness else 0.0
     return whole + adapters + copied
-
-
-def _kv(parts: Memory, shape: ModelShape, device: Device, work: StepWork) -> tuple[float, float]:
-    """The smallest cache, which holds one rollout, and the one that a run would have."""
-    if work.kv_memory_gib is not None:
-        return work.kv_memory_gib * GIB, work.kv_memory_gib * GIB
-    of_token = shape.kv_numbers * work.weight_bytes
-    room = device.memory_gib * GIB * USABLE - (parts.states if work.sleep_mode else parts.total)
-    one = float(work.context * of_token + shape.state_bytes)
-    return one, max(one, min(work.kv_tokens * of_token + work.sampled * shape.state_bytes, room))

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from palestra.cli.common import device_option, dtype_option, load_libraries, out_option
 from palestra.cli.find_run import model_of
-from palestra.cli.serve import address_options, port_option, require_serve_extra, run_server, server_port
+from palestra.cli.serve import PORT, address_options, require_serve_extra, run_server, server_port
 
 
 @click.command("record")
 @out_option("For traces.", "traces.jsonl")
 @click.option("--upstream", metavar="URL", help="The API. [default: OpenAI's or Anthropic's, by the request]")
-@port_option(8005)
+@click.option("--port", default=8005, show_default=True, type=PORT, help="0: any free.")
 def record(out: Path, upstream: str | None, port: int) -> None:
     """Record what an agent and an OpenAI- or Anthropic-style API say to each other, as chat JSONL.
 
