@@ -79,10 +79,9 @@ class RunManager(RunReader):
     def resume(self, run_id: str, *, max_steps: int | None = None) -> Run:
         """Continue a stopped or failed run from its last checkpoint; with more steps, also a completed one."""
         row = self._reconciled(run_id)
-        resumable: list[State] = ["stopped", "failed"] if max_steps is None else ["stopped", "failed", "completed"]
         if row.state == "completed" and max_steps is None:
             raise StateError(f"the run {run_id} is complete; to continue it, give it more steps (--max-steps)")
-        if row.state not in resumable:
+        if row.state not in ENDED:
             raise StateError(f"the run {run_id} is {row.state}; only a stopped or failed run can be resumed")
         folder = RunFolder(Path(row.folder))
         if not folder.request_file.is_file():
@@ -98,7 +97,7 @@ class RunManager(RunReader):
             resume.config(config, 0 if done is None else step_of(done)).save(folder.config_file)
         changes: dict[str, Any] = dict.fromkeys(("reason", "ended", "pid", "born")) | {"parts": {}, "ports": {}}
         changes |= {"kind": "managed", "host": this_host(), "launched": time.time(), "gpus": gpus}
-        if not self._index.move(run_id, resumable, "pending", **changes):
+        if not self._index.move(run_id, [row.state], "pending", **changes):
             raise StateError(f"the run {run_id} was just resumed by another process")
         self._launch(run_id, folder)
         return self.get(run_id)

@@ -269,10 +269,8 @@ def why_it_ended(part: str, exit_code: int, log: Path, *, packages: bool = False
 def error_lines(lines: Lines) -> Lines:
     """From the last line that looks like an error to the end; the last three lines if none does."""
     lines = [line.rstrip() for line in lines if line.strip()]
-    for i in range(len(lines) - 1, -1, -1):
-        if _ERROR_LINE.match(lines[i]):
-            return lines[i : i + _MAX_LOG_LINES]
-    return lines[-3:]
+    last = max((i for i, line in enumerate(lines) if _ERROR_LINE.match(line)), default=None)
+    return lines[-3:] if last is None else lines[last : last + _MAX_LOG_LINES]
 
 
 _OWN_SETTINGS = ("output_dir", "track.run_name")  # they differ in every run
