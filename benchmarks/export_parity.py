@@ -26,7 +26,7 @@ from llama_cpp import LlamaCpp, transformers_logprobs
 
 from palestra import demo
 from palestra.extras.gguf.export import to_gguf
-from palestra.models.export.hf import open_source
+from palestra.extras.gguf.source import open_source
 from palestra.models.loading import load_model
 
 QUESTIONS = [

@@ -27,10 +27,11 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, Field
 
 from palestra.envs.env import Env, EnvConfig
+from palestra.extras.plan.shapes import find_shape
 from palestra.plan.device import GIB
 from palestra.plan.estimate import RunEstimate, estimate
 from palestra.plan.of_config import work_of
-from palestra.plan.shape import ModelShape, find_shape, shape_of
+from palestra.plan.shape import ModelShape, shape_of
 
 ROW = "row: "
 TINY = ModelShape(

@@ -81,10 +81,7 @@ def load_agent_file(path: str | None) -> AgentFile:
 
 def open_agent_file(path: str | None, settings: Mapping[str, Any]) -> tuple[AgentFile, Agent, RunConfig]:
     """An agent file with its agent and config: `settings` over its own. A model in `settings` replaces the agent's."""
-    return _with_settings(load_agent_file(path), settings)
-
-
-def _with_settings(file: AgentFile, settings: Mapping[str, Any]) -> tuple[AgentFile, Agent, RunConfig]:
+    file = load_agent_file(path)
     model = settings.get("model.name", file.agent.model)
     own = {} if model is None else {"model.name": model}
     return file, replace(file.agent, model=model), RunConfig.build(file.config, settings, own)
@@ -174,9 +171,9 @@ class AgentOptions:
         """An agent file (or the demo) with these in the place of what it defines."""
         self._check()
         if self.cases is not None and agent_file is None:
-            agent = Agent(Path(self.cases).stem, _DEFAULT_MODEL, self.instructions or "")
+            config = RunConfig.build({"model.name": _DEFAULT_MODEL}, settings)
+            agent = Agent(Path(self.cases).stem, config.model.name, self.instructions or "")
             file = AgentFile("", agent, EvalSuite.from_jsonl(self.cases), self._held_out(), None, None, {})
-            file, agent, config = _with_settings(file, settings)
         else:
             file, agent, config = open_agent_file(agent_file, settings)
             if self.cases is not None:

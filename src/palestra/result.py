@@ -23,7 +23,6 @@ from palestra.core.weights import Weights
 from palestra.evals.report import EvalReport
 
 if TYPE_CHECKING:
-    from palestra.models.export.hub import HubRepo
     from palestra.policy.base import Policy
     from palestra.train.run import Outcome
 
@@ -153,15 +152,9 @@ class GRPOTrainingResult:
             raise SettingError(f"tool {needing!r} takes a context; pass one: generate(…, context=…)")
         chosen = [tool.bind(context) for tool in chosen]
         system = self.instructions if instructions is None else instructions
-        messages = [Message("system", system)] if system else []
-        messages += as_messages(prompt)
-        sampling = SamplingParams(
-            max_new_tokens,
-            temperature,
-            repetition_penalty=repetition_penalty,
-            stop_token_ids=chat.stop_token_ids,
-            seed=seed,
-        )
+        messages = [*([Message("system", system)] if system else []), *as_messages(prompt)]
+        penalty: dict[str, Any] = {"repetition_penalty": repetition_penalty}
+        sampling = SamplingParams(max_new_tokens, temperature, stop_token_ids=chat.stop_token_ids, seed=seed, **penalty)
         policy = self._policy
         policy.wake()
         policy.update(Weights(policy.version + 1, dict, self.model))
@@ -193,13 +186,12 @@ class GRPOTrainingResult:
             )
         return known[name]
 
-    def push_to_hub(self, repo: str, *, private: bool = True, adapter: bool = False) -> HubRepo:
+    def push_to_hub(self, repo: str, *, private: bool = True, adapter: bool = False) -> Any:
         """Upload the model to the hub, with a card that has the evaluation; gives the repository's name and URL.
 
         An adapter is merged into its base, unless `adapter`. A repository that does not exist is made.
         """
-        from palestra.models.export.hub import to_hub
-
+        to_hub = provided("an upload to the hub")
         return to_hub(str(self.model_path), repo, private=private, adapter=adapter, report=self.run.report())
 
     def to_ollama(
@@ -214,9 +206,7 @@ class GRPOTrainingResult:
         `model_path` is another saved model than the run's own; `llama_cpp_path` is needed for quantisations other than
         f32, f16, bf16 and q8_0.
         """
-        from palestra.models.export.hf import open_source
-
-        source = open_source(str(model_path or self.model_path), model_name)
+        source = provided("a conversion to GGUF")(str(model_path or self.model_path), model_name)
         if not source.instructions:
             source = replace(source, instructions=self.instructions or "")
         folder = self.run.export / "ollama" / slug(model_name)

@@ -10,14 +10,16 @@ import resource, sys
 from pathlib import Path
 from palestra.core.errors import PalestraError
 from palestra.models.export.hf import save_hf
-from palestra.models.export.hf import open_source
 from palestra.models.loading import load_model
 path = Path(sys.argv[1])
-loaded, source = load_model("palestra/tiny"), open_source("palestra/tiny")
+loaded = load_model("palestra/tiny")
+if path.suffix == ".gguf":
+    from palestra.extras.gguf.export import write_gguf
+    from palestra.extras.gguf.source import open_source
+    source = open_source("palestra/tiny")
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 try:
     if path.suffix == ".gguf":
-        from palestra.extras.gguf.export import write_gguf
         write_gguf(source.weights, source.config, source.tokenizer, path)
     else:
         save_hf(loaded.model, loaded.tokenizer, path)

@@ -79,9 +79,7 @@ def command(
     if kind == "hub":
         if not repo:
             raise SettingError("--to hub needs a repository: --repo USER/NAME")
-        from palestra.models.export.hub import check_repo
-
-        check_repo(repo)
+        provided("--to hub")(repo)
     model, folder = model_of(run_or_model)
     load_libraries(console, model)
     if kind == "hub":
@@ -93,10 +91,8 @@ def command(
             to_hf(model, path := out or folder / "hf")
         console.print(f"{path}", soft_wrap=True)
         return {"to": kind, "path": str(path)}
-    from palestra.models.export.hf import open_source
-
     with task(console, "opening the model"):
-        source = open_source(model, name)
+        source = provided("a conversion to GGUF")(model, name)
     with task(console, source.name, unit="bytes") as phase:
 
         def on_progress(done: int, total: int) -> None:
@@ -123,14 +119,12 @@ def _print_file(console: Console, path: Path) -> None:
 
 
 def _to_hub(console: Console, word: str, model: str, repo: str, *, private: bool, adapter: bool) -> dict[str, Any]:
-    from palestra.models.export.hub import to_hub
-
     run = find_run(word, or_model=True)
     # the report is of the weights after training, not of a checkpoint
     is_final = run is not None and Path(model).resolve() == run.folder.model.resolve()
     report = run.folder.report() if run and is_final else None
     with task(console, f"uploading to {repo}"):
-        made = to_hub(model, repo, private=private, adapter=adapter, report=report)
+        made = provided("an upload to the hub")(model, repo, private=private, adapter=adapter, report=report)
     note = " (private, if it is new; --public makes it visible)" if private else ""
     console.print(f"{made.url}{note}", soft_wrap=True)
     return {"repo": made.name, "url": made.url, "private": made.private}

@@ -9,9 +9,8 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
@@ -32,8 +31,7 @@ RUNS = Path("runs")
 _MAX_LISTED = 5
 
 
-@dataclass(frozen=True)
-class FoundRun:
+class FoundRun(NamedTuple):
     """A run on disk; `run_id` is None if the index does not list it."""
 
     folder: RunFolder

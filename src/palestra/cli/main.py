@@ -31,9 +31,7 @@ GROUPS = {
         "serve": ("serve", "Serve a model to any client, like a hosted API; nothing is recorded."),
         "export": ("export", "Export a model (Hugging Face folder or hub, GGUF, Ollama) or a run's page."),
     },
-    "Agents and environments in other programs": {
-        "gateway": ("serve:gateway", "Serve a model to agents and record the exact tokens of each attempt."),
-    },
+    "Agents and environments in other programs": {},
     "Trainings run by an LLM agent": {},
     "Installation and settings": {
         "config": ("settings:config_command", "Print the settings a run would use, or all settings."),

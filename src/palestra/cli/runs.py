@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -33,7 +34,7 @@ from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.text import show_path, show_seconds, show_size, sparkline, visible
 from palestra.evals.findings import recorded_findings
 from palestra.evals.run_report.charts import curves_svg
-from palestra.runs.manager import DeletableFolder, RunManager, run_garbage
+from palestra.runs.manager import RunManager, run_garbage
 from palestra.runs.reader import ComparedRun, Run, RunReader, results
 from palestra.runs.reader import compared as compared_run
 
@@ -110,8 +111,9 @@ def runs_table(runs: Sequence[Run], width: int) -> Table:
 def show(run: str, console: Console) -> dict[str, Any]:
     """Show one run: its state and why, its processes, metrics and files."""
     shown = run_of(RunReader(), run)
-    print_run(console, shown, results(shown))
-    return {**shown.to_dict(), "results": results(shown)}
+    numbers = results(shown)
+    print_run(console, shown, numbers)
+    return {**shown.to_dict(), "results": numbers}
 
 
 def print_run(console: Console, run: Run, results: dict[str, Any]) -> None:
@@ -343,11 +345,16 @@ def compare(runs: Sequence[str], plot: Path | None, console: Console) -> dict[st
     console.print(compare_table(compared))
     for one in compared:
         if one.pass_rates:
-            bars = sparkline([rate for _, rate in one.pass_rates], _SPARKLINE_WIDTH)
+            bars = sparkline(one.pass_rates, _SPARKLINE_WIDTH)
             console.print(Text.assemble(f"{one.label}  ", (bars, "green"), ("  pass rate", "dim")))
     if plot is not None:
         console.print(f"chart {plot}", highlight=False)
-    return {"runs": [one.to_dict() for one in compared], "plot": str(plot) if plot else None}
+    rows = [
+        {"run_id": one.run.run_id, "name": one.run.name, "state": one.run.state, **one.summary,
+         "settings": one.settings, "rewards": one.rewards}
+        for one in compared
+    ]  # fmt: skip
+    return {"runs": rows, "plot": str(plot) if plot else None}
 
 
 def compare_table(compared: Sequence[ComparedRun]) -> Table:
@@ -381,19 +388,19 @@ def prune(runs: Sequence[str], keep_cache: bool, dry_run: bool, yes: bool, conso
         folders = [require_run(word) for word in runs]
     else:
         folders = [RunFolder(run.folder) for run in RunReader().list() if not run.is_active]
-    garbage = [part for folder in folders for part in run_garbage(folder)]
+    garbage = {path: why for folder in folders for path, why in run_garbage(folder).items()}
     # files that were converted to be loaded: they are converted again when they are needed
     cached = [] if runs or keep_cache else sorted((cache_folder() / "gguf").glob("*"))
-    garbage += [DeletableFolder(path, "a converted GGUF file", folder_size(path)) for path in cached]
-    total = sum(part.size for part in garbage)
-    for part in garbage:
-        console.out(f"{show_size(part.size):>8}  {show_path(Path(part.path))}  ({part.why})", highlight=False)
+    garbage |= dict.fromkeys(cached, "a converted GGUF file")
+    rows: list[Any] = [{"path": str(path), "why": why, "bytes": folder_size(path)} for path, why in garbage.items()]
+    total = sum(row["bytes"] for row in rows)
+    for row in rows:
+        console.out(f"{show_size(row['bytes']):>8}  {show_path(Path(row['path']))}  ({row['why']})", highlight=False)
     if garbage and not dry_run:
         if not yes:
             click.confirm(f"Delete {len(garbage)} folders, {show_size(total)}?", abort=True, err=True)
-        for part in garbage:
-            part.delete()
+        for path in garbage:
+            shutil.rmtree(path, ignore_errors=True)
     done = "would be freed" if dry_run else "freed"
     console.print(f"{show_size(total)} {done}" if garbage else "There is nothing to delete.")
-    rows = [{"path": str(part.path), "why": part.why, "bytes": part.size} for part in garbage]
     return {"deleted": not dry_run, "bytes": total, "folders": rows}

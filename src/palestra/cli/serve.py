@@ -1,4 +1,4 @@
-"""`palestra serve` (OpenAI- and Anthropic-compatible), `palestra gateway`, and functions for other servers."""
+"""`palestra serve` (OpenAI- and Anthropic-compatible), and functions for other servers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import re
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from palestra.cli.common import device_option, dtype_option, load_libraries, out_option
+from palestra.cli.common import device_option, dtype_option, load_libraries
 from palestra.cli.find_run import model_of
 from palestra.core.errors import needs_extra
 from palestra.train.progress import task
@@ -36,8 +35,7 @@ def hide_token(ctx: click.Context, param: click.Parameter, token: str | None) ->
     return token
 
 
-def port_option(port: int) -> Any:
-    return click.option("--port", default=port, show_default=True, type=click.IntRange(0, 65535), help="0: any free.")
+PORT = click.IntRange(0, 65535)
 
 
 def address_options(port: int) -> Any:
@@ -46,7 +44,7 @@ def address_options(port: int) -> Any:
     def add(function: Any) -> Any:
         for option in (
             click.option("--token", envvar="PALESTRA_TOKEN", show_envvar=True, callback=hide_token, help="For clients"),
-            port_option(port),
+            click.option("--port", default=port, show_default=True, type=PORT, help="0: any free."),
             click.option("--host", default="127.0.0.1", show_default=True, help="Others than loopback need a token."),
         ):
             function = option(function)
@@ -126,50 +124,3 @@ def require_serve_extra() -> None:
     with needs_extra("this", "serve"):
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
-
-
-@click.command("gateway")
-@click.argument("run_or_model")
-@out_option("For rollouts.", "rollouts.jsonl")
-@click.option("--cases", metavar="FILE", help="Cases as JSON lines, handed out one after the other.")
-@click.option("--max-new-tokens", default=1024, show_default=True, type=click.IntRange(1), help="Of one conversation.")
-@address_options(8005)
-@dtype_option
-@device_option
-def gateway(
-    run_or_model: str, out: Path, cases: str | None, max_new_tokens: int, dtype: str, device: str, **address: Any
-) -> None:
-    """Serve a model to agents and record the exact tokens of each attempt, without a training.
-
-    \b
-    palestra gateway palestra/tiny --out rollouts.jsonl
-    curl http://127.0.0.1:8005/attempts --json '{"input": "What does a red lamp cost?"}'
-      → {"id": …, "base_url": …, "api_key": …}; point an agent there, and end it with
-    curl http://127.0.0.1:8005/attempts/ID/reward -H "Authorization: Bearer KEY" --json '{"reward": 1}'
-
-    With --host 0.0.0.0, agents in containers and on other machines open attempts with the token as bearer token.
-    """
-    require_serve_extra()
-    from palestra.evals.suite import EvalSuite
-    from palestra.servers.web import check_token
-
-    check_token(address["host"], address["token"])
-    suite = EvalSuite.from_jsonl(cases) if cases else ()
-    model, _ = model_of(run_or_model)
-    load_libraries(Console(stderr=True), model)
-    from palestra.servers.openai.inference import load_completer
-    from palestra.sources.programs.outside import StandaloneGateway
-
-    completer = load_completer(model, dtype=dtype, device=device)
-    lone = StandaloneGateway(completer, out, cases=tuple(suite), max_new_tokens=max_new_tokens, **address)
-    click.echo(f"{model} is served at {lone.gateway.url}; POST /attempts opens an attempt, rollouts go to {out}")
-
-    async def serve() -> None:
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await lone.gateway.start()
-        await stop.wait()
-        await lone.gateway.close()
-
-    asyncio.run(serve())

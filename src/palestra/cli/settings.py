@@ -222,12 +222,7 @@ def layer(config_file: Path | None, options: Mapping[str, Any]) -> dict[str, Any
 @click.option("--keys", is_flag=True, help="List every setting with its default and description.")
 @click.option("--locked", is_flag=True, help="List the settings that an LLM agent may not change here, and its limits.")
 def config_command(
-    agent_file: str | None,
-    config_file: Path | None,
-    keys: bool,
-    locked: bool,
-    console: Console,
-    **parameters: Any,
+    agent_file: str | None, config_file: Path | None, keys: bool, locked: bool, console: Console, **parameters: Any
 ) -> dict[str, Any]:
     """Print the settings that `palestra train` would use, as YAML that `--config` reads back.
 

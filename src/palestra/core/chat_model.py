@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,8 +63,7 @@ class CallLimits:
         """From keyword arguments of the function `title`."""
         refuse_arguments(title, settings, [f.name for f in fields(cls)], {"at_once": "max_concurrent"})
         limits = cls(**settings)
-        for name in [f.name for f in fields(cls)]:
-            value = getattr(limits, name)
+        for name, value in asdict(limits).items():
             least = 1 if name in ("max_concurrent", "attempts") else 0
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             above = name.endswith("per_minute") or name == "timeout_s"
@@ -105,15 +104,12 @@ class Pace:
     """Spreads requests over time: each takes its share of a minute, and a pause is not saved up beyond one minute."""
 
     per_minute: float | None
-    _free_at: float = field(default=0.0, init=False)  # when the next one may begin
-    _begun: bool = field(default=False, init=False)
+    _free_at: float = field(default=-math.inf, init=False)  # when the next one may begin; at first, a minute ago
 
     def wait_s(self, amount: float, now: float) -> float:
         """Reserve `amount` of the minute's quota; the seconds until it may be used."""
         if self.per_minute is None:
             return 0.0
-        if not self._begun:  # a whole minute's quota is there at the start
-            self._begun, self._free_at = True, now - _MINUTE_S
         self._free_at = max(self._free_at, now - _MINUTE_S) + _MINUTE_S * amount / self.per_minute
         return max(0.0, self._free_at - now)
 
@@ -160,8 +156,8 @@ class Budgeted:
             answer = await call()
             before = self.usage.tokens
             self.usage.add(answer.get("usage") if isinstance(answer, dict) else None)
-            taken = self.usage.tokens - before
-            self._tokens.correct(taken - expected_tokens if taken else 0)
+            if taken := self.usage.tokens - before:
+                self._tokens.correct(taken - expected_tokens)
             return answer
 
 
@@ -288,10 +284,10 @@ class ChatModel:
             self._backend = Endpoint(model, base_url, api_key_env, self._limits)
             self._backend.require_key()
         self._temperature, self._max_new_tokens = temperature, max_new_tokens
-        keeps = cache is not False and (
-            isinstance(self._backend, Endpoint) or model != POLICY
-        )  # the policy changes with every step
-        self._cache = _Cache(None if isinstance(cache, bool) else Path(cache)) if keeps else None
+        changes = model == POLICY and not isinstance(self._backend, Endpoint)  # with every step
+        self._cache = None
+        if cache is not False and not changes:
+            self._cache = _Cache(None if isinstance(cache, bool) else Path(cache))
 
     @property
     def usage(self) -> EndpointUsage:
@@ -329,14 +325,12 @@ class ChatModel:
             text = answer["choices"][0]["message"]["content"]
             if not isinstance(text, str):
                 raise TypeError(f"its content is a {type(text).__name__}")
-        except BudgetSpent:
+        except (PalestraError, KeyError, IndexError, TypeError) as error:
             self._count("errors", 1)
-            raise
-        except PalestraError as error:
-            self._count("errors", 1)
-            raise RolloutError(f"{self.purpose} {self.model}: {error}") from None
-        except (KeyError, IndexError, TypeError) as error:
-            self._count("errors", 1)
+            if isinstance(error, BudgetSpent):
+                raise
+            if isinstance(error, PalestraError):
+                raise RolloutError(f"{self.purpose} {self.model}: {error}") from None
             raise RolloutError(f"{self.purpose} {self.model} gave no message: {text_of(error)}") from None
         usage = EndpointUsage()
         usage.add(answer.get("usage"))

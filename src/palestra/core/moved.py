@@ -18,6 +18,7 @@ MOVED = {
     "palestra.dashboard": "palestra.extras.dashboard",
     "palestra.envs.adapters": "palestra.extras.adapters",
     "palestra.envs.library": "palestra.extras.environments",
+    "palestra.models.export.hub": "palestra.extras.hub.upload",
     "palestra.models.gguf": "palestra.extras.gguf",
     "palestra.train.distill": "palestra.extras.distill.teacher",
     "palestra.train.prompts": "palestra.extras.step_trainer.prompts",

@@ -36,13 +36,17 @@ class ChildProcess:
 
     def __init__(
         self,
+        functions: Path,
         python: str | Path = sys.executable,
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         stderr: IO[bytes] | None = None,
     ) -> None:
-        """`stderr` is a file for what the process writes there; its last line is the reason if the process ends."""
-        self._options = python, env, cwd
+        """`functions` is a file of ours that defines what can be asked; it imports nothing of Palestra.
+
+        `stderr` is a file for what the process writes there; its last line is the reason if the process ends.
+        """
+        self._options = functions, python, env, cwd
         self._stderr = stderr
         self._process: subprocess.Popen[str] | None = None
         self._number = 0
@@ -52,12 +56,12 @@ class ChildProcess:
         return self._process is not None
 
     def ask(self, function: str, timeout_s: float, **arguments: Any) -> Any:
-        """The value that a function of child.py returns; ChildFailed with the reason where it returns none."""
+        """The value that a function returns; ChildFailed with the reason where it returns none."""
         self._number += 1
         if self._process is None:
-            python, env, cwd = self._options
+            functions, python, env, cwd = self._options
             stderr = subprocess.DEVNULL if self._stderr is None else self._stderr
-            command = children.isolated(_CHILD, python=python)
+            command = children.isolated(_CHILD, functions, python=python)
             self._process = children.start(command, env=env, cwd=cwd, stdin=subprocess.PIPE, stderr=stderr)
         process = self._process
         assert isinstance(process.stdin, io.TextIOWrapper)

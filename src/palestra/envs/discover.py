@@ -87,7 +87,10 @@ class Discovery:
 def discover(paths: Iterable[Path | str] = ()) -> Discovery:
     """The built-in environments, those below `paths`, PALESTRA_ENV_PATH and ./environments, and installed ones."""
     files = _Files()
-    sources = [files.read(path) for folder in (LIBRARY, *configured_paths(paths)) for path in python_files(folder)]
+    variable = [part for part in os.environ.get(PATH_VARIABLE, "").split(os.pathsep) if part]
+    roots = dict.fromkeys(Path(path).resolve() for path in (*paths, *variable, "environments"))
+    folders = [LIBRARY, *(root for root in roots if root.exists())]
+    sources = [files.read(path) for folder in folders for path in python_files(folder)]
     extended = files.extended(sources)
     environments: list[DiscoveredEnv] = []
     for source in sources:
@@ -156,12 +159,6 @@ def _imports_without_fallback(node: ast.AST) -> Iterator[ast.Import | ast.Import
             yield child
         elif not isinstance(child, ast.Try):
             yield from _imports_without_fallback(child)
-
-
-def configured_paths(paths: Iterable[Path | str] = ()) -> list[Path]:
-    variable = [part for part in os.environ.get(PATH_VARIABLE, "").split(os.pathsep) if part]
-    candidates = [Path(path).resolve() for path in (*paths, *variable, "environments")]
-    return list(dict.fromkeys(path for path in candidates if path.exists()))
 
 
 def python_files(path: Path) -> Iterator[Path]:

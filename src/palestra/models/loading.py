@@ -64,12 +64,7 @@ class LoadedModel:
 
 
 def load_model(
-    name: str,
-    *,
-    dtype: str = "auto",
-    device: str = "auto",
-    quantization: Any | None = None,
-    threads: int | None = None,
+    name: str, *, dtype: str = "auto", device: str = "auto", quantization: Any | None = None, threads: int | None = None
 ) -> LoadedModel:
     """Load palestra/tiny, palestra/smollm2, a local folder, a .gguf file or a hub id.
 
@@ -166,8 +161,7 @@ def choose_threads(model: Any, threads: int | None = None) -> None:
 def idle_processors() -> int:
     """The processors that this process may use and others do not, by the load of the last minute; at least one."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    share = (os.cpu_count() or 1) - load
-    return max(1, min(processors(), torch.get_num_threads(), round(share)))
+    return max(1, min(processors(), torch.get_num_threads(), round((os.cpu_count() or 1) - load)))
 
 
 def _read_tokenizer(name: str, folder: Path | None, source: str) -> Any:

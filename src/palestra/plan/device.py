@@ -89,17 +89,14 @@ class Efficiency:
     host_token_s: float = 0.4e-6  # the scheduler, for each sampled token
     host_turn_s: float = 0.55e-3  # agent loop, template and tokenizer, for each turn of an attempt
     host_sample_s: float = 1.6e-3  # scores, records and packing, for each attempt
-    host_text_s: float = 0.077e-6  # the same and the template, for each token of an attempt
-    host_step_s: float = 0.01  # the rest of a step
     origin: str = "measured on an H200 (benchmarks/RESULTS.md)"
 
 
-_ON_GPU = Efficiency()
 _ON_CPU = Efficiency(
-    0.7, 1e-3, 0.5e-3, 0.7, 0.5, 0.2, 9.0, 15e-3, 10e-6, 0.6e-3, 1e-3, 1e-6, 0.02,
+    0.7, 1e-3, 0.5e-3, 0.7, 0.5, 0.2, 9.0, 15e-3, 10e-6, 0.6e-3, 1e-3,
     origin="measured on two cores with AVX-512 (benchmarks/RESULTS.md)",
 )  # fmt: skip
 
 
 def efficiency_of(device: Device) -> Efficiency:
-    return _ON_GPU if device.is_gpu else _ON_CPU
+    return Efficiency() if device.is_gpu else _ON_CPU

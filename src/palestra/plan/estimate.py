@@ -1,13 +1,11 @@
-"""The estimate of a run: time and memory of a step, cost, the bottleneck, and the settings that would fit."""
+"""The estimate of a run: time and memory of a step, and the bottleneck."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import NamedTuple
 
+from palestra.core.extras import is_installed, provided
 from palestra.plan.device import GIB, GPUS_OF_A_NODE, Device, Efficiency, efficiency_of
 from palestra.plan.memory import (
     MODULE_PATH_FACTOR,
@@ -19,42 +17,16 @@ from palestra.plan.memory import (
     trained_weights,
 )
 from palestra.plan.shape import ModelShape
-from palestra.plan.work import MAX_RUNNING, METHODS, StepWork
+from palestra.plan.work import MAX_RUNNING, StepWork
 
 LINK_SHARE = 0.7  # of a link's figure, in collectives
 FLASH_BACKWARD = 2.5  # the backward pass of attention, in forward passes
-MASTER_BYTES = 30  # of memory traffic for each weight of an optimizer step: gradient, norm, moments, master, copy
-PLAIN_BYTES = 20  # the same without master weights
-BLOCK_ROWS, MIN_SAVED_BYTES = 8, 96 << 20  # siblings that read their prompt once, and bytes of a layer from which on
-SHARED_RATE = 0.71  # of the bandwidth, where they do;
-SIBLINGS_RATE = 1.4  # where they do not: a prompt that a sibling has just read comes from the GPU's cache
-NARROW_HEADS = 0.54  # of the bandwidth, where heads are narrower than 128
+OPTIMIZER_BYTES = 30  # of memory traffic for each weight of an optimizer step: gradient, norm, moments, master, copy
+BLOCK_ROWS = 8  # siblings that read their prompt once
+SHARED_RATE = 0.71  # of the bandwidth, where they do
 CAPTURED_PADDING = 1.35  # tokens of a captured micro-batch with padding, relative to those without
 REPLAY_S = 0.015  # host time of one replay that does not overlap with the GPU: packing, loss and optimizer
-ELEMENTWISE = {"full": 1.0, "lora": 1.3, "qlora": 2.0}  # bytes moved between products, relative to full training
-LORA_LAUNCHES = 1.4  # host time of a layer with adapters, relative to one without
-
-_HINTS = {
-    "decode, starting kernels": "more rollouts at once: a larger rollout.group_size or train.problems_per_step",
-    "decode, reading weights": "more rollouts at once share the reading, up to what the KV cache holds",
-    "decode, reading the KV cache": "shorter rollouts (rollout.max_new_tokens, prompts), or more GPUs",
-    "decode, the scheduler": "fewer, longer rollouts; or more GPUs, each with its own engine",
-    "prefill": "shorter prompts, or larger groups: a prompt is computed once for its group",
-    "agent loop": "tools and templates: rollout.max_staleness=2 samples on while they work",
-    "learner": "more GPUs, fewer tokens a step; without model.gradient_checkpointing if that is on",
-    "optimizer": "LoRA, or more rollouts in a step",
-    "communication": "a larger train.tokens_per_micro_batch, LoRA, or fewer GPUs",
-    "rest": "fewer records: track.rollouts_every",
-}
-_METHOD_SETTINGS = {"lora": "--lora.r {rank}", "qlora": "--lora.load_in_4bit true"}
-MAX_GPUS = 1024
-
-
-class Suggestion(NamedTuple):
-    """Other settings for the run, as command-line options, and its work with them."""
-
-    settings: str
-    work: StepWork
+SMALLER = "use a smaller model, shorter rollouts or a larger GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,50 +50,20 @@ class RunEstimate:
         return self.memory.needed <= self.room
 
     @property
-    def tokens_per_s(self) -> float:
-        """Sampled tokens a second of the whole step, on all GPUs."""
-        return self.work.sampled * self.work.gpus * self.work.new_tokens / self.time.total_s
-
-    def cost(self, price_per_hour: float, steps: int) -> float:
-        """The cost of a number of steps, at a price for one GPU hour."""
-        return self.time.total_s * steps / 3600 * self.work.gpus * price_per_hour
-
-    @property
     def bottleneck(self) -> tuple[str, float]:
         """The part that takes the largest share of a step, and that share."""
         parts = self.time.parts
         name = max(parts, key=lambda part: parts[part])
         return name, parts[name] / sum(parts.values())
 
-    @property
-    def hint(self) -> str:
-        """How to reduce the bottleneck; of decode, its largest part."""
-        name, decode = self.bottleneck[0], self.time.decode.parts
-        return _HINTS[f"decode, {max(decode, key=lambda part: decode[part])}" if name == "decode" else name]
-
     def with_work(self, work: StepWork) -> RunEstimate:
         return estimate(self.shape, self.device, work)
 
-    def changes_that_fit(self) -> Suggestion | None:
-        """The least change by which it would fit on as many GPUs; None where none of those that are tried is enough."""
-        tried = _smaller(self.work)
-        return next((change for change in tried if change.settings and self.with_work(change.work).fits), None)
-
-    def gpus_that_fit(self) -> int | None:
-        """The fewest GPUs, doubled from those there are, on which it would fit as it is."""
-        gpus = self.work.gpus
-        while gpus <= (MAX_GPUS if self.work.method != "qlora" else 1):  # 4-bit weights are not divided
-            if self.with_work(replace(self.work, gpus=gpus)).fits:
-                return gpus
-            gpus *= 2
-        return None
-
     def remedy(self) -> str:
         """For an error: the settings by which it would fit, and how many GPUs."""
-        change, gpus = self.changes_that_fit(), self.gpus_that_fit()
-        texts = [f"use {change.settings}"] if change else []
-        texts += [f"{gpus} such GPUs"] if gpus and gpus > self.work.gpus else []
-        return ", or ".join(texts) or "use a smaller model, shorter rollouts or a larger GPU"
+        if is_installed("plan"):
+            return str(provided("settings that fit")(self))
+        return SMALLER
 
 
 def estimate(shape: ModelShape, device: Device, work: StepWork) -> RunEstimate:
@@ -134,33 +76,6 @@ def least(planned: RunEstimate) -> RunEstimate:
     """With the smallest micro-batch and cache there can be: where out-of-memory handling ends."""
     work = planned.work
     return planned.with_work(replace(work, tokens_per_micro_batch=work.context, group_size=1, kv_memory_gib=None))
-
-
-def _smaller(work: StepWork) -> Iterator[Suggestion]:
-    """Smaller runs, the least intrusive change first; of each the larger micro-batches first."""
-    methods = [m for m in METHODS[METHODS.index(work.method) :] if m != "qlora" or work.gpus == 1]
-    checkpointing = (False, True) if not work.gradient_checkpointing else (False,)
-    sleeping = (False, True) if not work.sleep_mode and not work.max_staleness else (False,)
-    choices = product(range(len(methods)), checkpointing, sleeping)
-    for method, recompute, sleep in sorted(choices, key=lambda choice: (4 * choice[0] + choice[1] + choice[2], choice)):
-        settings = ["--model.gradient_checkpointing true"] * recompute + ["--model.sleep_mode true"] * sleep
-        if methods[method] != work.method:
-            settings.append(_METHOD_SETTINGS[methods[method]].format(rank=work.lora_rank))
-        if work.kv_memory_gib is not None:
-            settings.append("--model.kv_memory_gib none")
-        changed = replace(
-            work,
-            method=methods[method],
-            gradient_checkpointing=work.gradient_checkpointing or recompute,
-            sleep_mode=work.sleep_mode or sleep,
-            kv_memory_gib=None,
-        )
-        tokens = work.tokens_per_micro_batch
-        yield Suggestion(" ".join(settings), changed)
-        while tokens > work.context:
-            tokens = max(tokens // 2, work.context)
-            text = " ".join([*settings, f"--train.tokens_per_micro_batch {tokens}"])
-            yield Suggestion(text, replace(changed, tokens_per_micro_batch=tokens))
 
 
 # The time of a step
@@ -205,9 +120,8 @@ class StepTime:
 def step_time(shape: ModelShape, device: Device, work: StepWork, needed: Memory) -> StepTime:
     """One step of one GPU, all of them working alike."""
     reached = efficiency_of(device)
-    has_master = work.method == "full" and work.master_weights and work.weight_bytes < 4
-    traffic = MASTER_BYTES if has_master else PLAIN_BYTES * work.weight_bytes / 2
-    optimizer = trained_weights(shape, work) / work.gpus * traffic / (device.bandwidth * reached.bandwidth_share)
+    moved = OPTIMIZER_BYTES * trained_weights(shape, work) / work.gpus
+    optimizer = moved / (device.bandwidth * reached.bandwidth_share)
     decode = _decode(shape, device, work, needed, reached)
     learner, communication = _learner(shape, device, work, reached)
     sampling = {
@@ -219,7 +133,7 @@ def step_time(shape: ModelShape, device: Device, work: StepWork, needed: Memory)
         "learner": learner,
         "optimizer": work.iterations * work.minibatches * optimizer,
         "communication": communication,  # what the learner waits for beyond its own work
-        "rest": work.sampled * (reached.host_sample_s + work.context * reached.host_text_s) + reached.host_step_s,
+        "rest": work.sampled * reached.host_sample_s,
     }
     return StepTime(decode, sampling, learning, overlaps=work.max_staleness > 0)
 
@@ -253,38 +167,32 @@ def _decode(shape: ModelShape, device: Device, work: StepWork, needed: Memory, r
     computed = _products(shape, rows, rows) / (device.flops * reached.prefill_flop_share)
     states = 2 * rows * shape.state_bytes / bandwidth  # read and written
     launch = reached.decode_layer_s + (reached.lora_layer_s if work.method != "full" else 0.0)
-    kv_bandwidth = bandwidth * (NARROW_HEADS if shape.head_dim < 128 else 1.0)
     parts = {
         "starting kernels": shape.layers * launch,
         "reading weights": max(read * size / bandwidth, computed),
-        "reading the KV cache": _tokens_read(shape, work, rows) * of_token / kv_bandwidth + states,
+        "reading the KV cache": _tokens_read(work, rows) * of_token / bandwidth + states,
         "the scheduler": rows * reached.host_token_s,
     }
     return DecodeTime(rows, steps, {name: steps * seconds for name, seconds in parts.items()})
 
 
-def _tokens_read(shape: ModelShape, work: StepWork, rows: int) -> float:
-    """Tokens whose KV a decode step reads; those of a prompt that siblings share once, or at their better rate."""
-    groups, own = max(1.0, rows / work.group_size), rows * work.completion / 2
-    blocks = min(rows, groups * math.ceil(work.group_size / BLOCK_ROWS))
-    saved = (rows - blocks) * work.prompt_tokens
-    if saved * work.weight_bytes * shape.kv_numbers / shape.layers >= MIN_SAVED_BYTES:
-        return own + blocks * work.prompt_tokens / SHARED_RATE
-    return own + (groups + max(0.0, rows - groups) / SIBLINGS_RATE) * work.prompt_tokens
+def _tokens_read(work: StepWork, rows: int) -> float:
+    """Tokens whose KV a decode step reads; those of a prompt once for up to 8 siblings that share it."""
+    blocks = min(rows, max(1.0, rows / work.group_size) * math.ceil(work.group_size / BLOCK_ROWS))
+    return rows * work.completion / 2 + blocks * work.prompt_tokens / (1.0 if work.group_size == 1 else SHARED_RATE)
 
 
 def _learner(shape: ModelShape, device: Device, work: StepWork, reached: Efficiency) -> tuple[float, float]:
     """Forward and backward of all micro-batches, and what waiting for other GPUs adds to it."""
-    packed, full = work.packed, work.method == "full"
-    scored = work.trained * work.new_tokens
-    forward = _products(shape, packed.tokens, scored)
-    passes = 3.0 if full else 2.0  # frozen weights have no gradient
+    packed = work.packed
+    forward = _products(shape, packed.tokens, work.trained * work.new_tokens)
+    passes = 3.0 if work.method == "full" else 2.0  # frozen weights have no gradient
     passes += 1.0 if work.gradient_checkpointing else 0.0
     forwards = (1.0 if work.reference else 0.0) + (1.0 if work.minibatches > 1 else 0.0)
     products = forward * (passes * work.iterations + forwards)
     attention = _attention(shape, work.attention_pairs) * (1 + FLASH_BACKWARD) * work.iterations
     activations = packed.tokens * shape.layers * shape.layer_outputs * work.weight_bytes
-    moved = activations * reached.elementwise_passes * ELEMENTWISE[work.method] * work.iterations
+    moved = activations * reached.elementwise_passes * work.iterations
     moved *= 1.0 if is_compiled(shape, device) else MODULE_PATH_FACTOR
     computing = (
         products / (device.flops * reached.learner_flop_share)
@@ -292,7 +200,6 @@ def _learner(shape: ModelShape, device: Device, work: StepWork, reached: Efficie
         + moved / (device.bandwidth * reached.bandwidth_share)
     )
     launching = packed.micro_batches * shape.layers * reached.learner_layer_s * work.iterations
-    launching *= 1.0 if full else LORA_LAUNCHES
     working = max(computing, launching)
     if packed.largest * CAPTURED_PADDING <= captured_micro_batch(shape, device, work):
         working = min(working, computing * CAPTURED_PADDING + packed.micro_batches * REPLAY_S * work.iterations)

@@ -92,8 +92,13 @@ def memory(shape: ModelShape, device: Device, work: StepWork) -> Memory:
         workspace=WORKSPACE,
         kv_sleeps=work.sleep_mode,
     )
-    least, most = _kv(parts, shape, device, work)
-    return replace(parts, kv=most, kv_least=least)
+    if work.kv_memory_gib is not None:
+        return replace(parts, kv=work.kv_memory_gib * GIB, kv_least=work.kv_memory_gib * GIB)
+    of_token = shape.kv_numbers * work.weight_bytes
+    room = device.memory_gib * GIB * USABLE - (parts.states if work.sleep_mode else parts.total)
+    one = float(work.context * of_token + shape.state_bytes)  # of one rollout
+    every = work.kv_tokens * of_token + work.sampled * shape.state_bytes
+    return replace(parts, kv=max(one, min(every, room)), kv_least=one)
 
 
 def trained_weights(shape: ModelShape, work: StepWork) -> int:
@@ -103,9 +108,11 @@ def trained_weights(shape: ModelShape, work: StepWork) -> int:
 
 def token_activations(shape: ModelShape, device: Device, work: StepWork) -> float:
     """Bytes that the backward pass needs of one token."""
-    size = work.weight_bytes
-    layer, inside = layer_activations(shape, work), float(shape.mixer_bytes)
-    adapters = float(shape.linear_outputs * adapter_bytes(work))
+    size, inside = work.weight_bytes, float(shape.mixer_bytes)
+    adapter_bytes = {"full": 0, "lora": size, "qlora": QLORA_OUTPUT_BYTES}[work.method]  # of a number that they give
+    adapters = float(shape.linear_outputs * adapter_bytes)
+    # of one compiled layer: log-sum-exps, too, and what adapters have inside
+    layer = float(shape.layer_outputs * size + 4 * shape.heads + 7 * work.lora_rank * adapter_bytes)
     if work.gradient_checkpointing:  # the inputs of all layers, and the activations of one
         factor = 1.0 if is_compiled(shape, device) else MODULE_PATH_FACTOR
         return shape.layers * shape.hidden * size + (layer + adapters) * factor * MODULE_PATH_FACTOR + inside
@@ -113,17 +120,6 @@ def token_activations(shape: ModelShape, device: Device, work: StepWork) -> floa
         kept = KEPT_INSIDE * inside * (shape.layers - shape.attending or shape.layers)
         return shape.layers * (layer + adapters) * MODULE_PATH_FACTOR + kept
     return shape.layers * layer + LORA_LAYERS * adapters + inside
-
-
-def adapter_bytes(work: StepWork) -> int:
-    """Of each number that adapters compute."""
-    return {"full": 0, "lora": work.weight_bytes, "qlora": QLORA_OUTPUT_BYTES}[work.method]
-
-
-def layer_activations(shape: ModelShape, work: StepWork) -> float:
-    """Bytes of a token that one compiled layer keeps: log-sum-exps, too, and what adapters have inside."""
-    inside = 7 * work.lora_rank * adapter_bytes(work)
-    return float(shape.layer_outputs * work.weight_bytes + 4 * shape.heads + inside)
 
 
 def suited_micro_batch(shape: ModelShape, device: Device, work: StepWork) -> int:
@@ -177,13 +173,3 @@ def _weights(shape: ModelShape, work: StepWork) -> float:
         return whole + adapters
     copied = (whole if work.method == "full" else adapters) if work.max_staleness else 0.0
     return whole + adapters + copied
-
-
-def _kv(parts: Memory, shape: ModelShape, device: Device, work: StepWork) -> tuple[float, float]:
-    """The smallest cache, which holds one rollout, and the one that a run would have."""
-    if work.kv_memory_gib is not None:
-        return work.kv_memory_gib * GIB, work.kv_memory_gib * GIB
-    of_token = shape.kv_numbers * work.weight_bytes
-    room = device.memory_gib * GIB * USABLE - (parts.states if work.sleep_mode else parts.total)
-    one = float(work.context * of_token + shape.state_bytes)
-    return one, max(one, min(work.kv_tokens * of_token + work.sampled * shape.state_bytes, room))

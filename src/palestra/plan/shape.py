@@ -1,19 +1,13 @@
-"""The shape of a decoder: all that its cost depends on. By name, from a folder, or from a config."""
+"""The shape of a decoder: all that its cost depends on, from a config of transformers."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import NotFoundError, PalestraError, UnreadableFileError, UnsupportedError, did_you_mean
+from palestra.core.errors import PalestraError, UnreadableFileError, UnsupportedError
 
-_SUFFIXES = re.compile(r"-(instruct(-\d+|-v[\d.]+)?|base|it|pt|chat|gguf|thinking|v0\.\d)$")
-_ALIASES = {"smollm2": "smollm2-135m"}
 _KEYS = {
     "hidden": "hidden_size",
     "layers": "num_hidden_layers",
@@ -38,9 +32,6 @@ class ModelShape:
 
     In a mixture of experts `feed_forward` is the width that a token goes through, and `stored_feed_forward` that of all
     experts. Of a hybrid model some layers attend, and the others have a recurrent state. Both are means over layers.
-
-    >>> f"{known_shapes()['qwen3-0.6b'].parameters / 1e6:.0f} M"
-    '596 M'
     """
 
     hidden: int
@@ -167,43 +158,6 @@ def shape_of(config: Any) -> ModelShape | None:
         return shape_from_config(config.to_dict())
     except (AttributeError, PalestraError):
         return None
-
-
-@cache
-def known_shapes() -> dict[str, ModelShape]:
-    """Common models by their short names."""
-    table = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
-    dense = {name: ModelShape(**dict(zip(table["columns"], row, strict=True))) for name, row in table["models"].items()}
-    return dense | {name: shape_from_config(config, name) for name, config in table["configs"].items()}
-
-
-def short_name(name: str) -> str:
-    """
-    >>> short_name("Qwen/Qwen3-8B"), short_name("meta-llama/Llama-3.1-8B-Instruct"), short_name("palestra/smollm2")
-    ('qwen3-8b', 'llama-3.1-8b', 'smollm2-135m')
-    """
-    bare = name.rpartition("/")[2].partition(":")[0].lower().removeprefix("meta-")
-    while (cut := _SUFFIXES.sub("", bare)) != bare:
-        bare = cut
-    return _ALIASES.get(bare, bare)
-
-
-def find_shape(name: str) -> ModelShape:
-    """By a known name, a hub id of a known model, a model's folder, or a config.json."""
-    path = Path(name).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    if file.suffix == ".json" and file.is_file():
-        try:
-            return shape_from_config(json.loads(file.read_text(encoding="utf-8")), str(file))
-        except ValueError as error:
-            raise UnreadableFileError(f"{file} is not JSON: {error}") from None
-    known = known_shapes()
-    if (short := short_name(name)) in known:
-        return known[short]
-    raise NotFoundError(
-        f"the shape of {name!r} is not known: it is neither a folder with a config.json nor one of {', '.join(known)}."
-        f"{did_you_mean(short, known)}"
-    )
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:

@@ -229,16 +229,10 @@ class Index:
             ids.append(row.run_id)
         raise UnknownRun(f"there is no run {run_id[:80]!r}.{did_you_mean(run_id[:80], ids)} See `palestra runs list`")
 
-    def _recorded(self, run_id: str) -> Row:
-        """The run with this id, in the state of its record."""
-        row = self.row(run_id)
-        return self.record_of(Path(row.folder)) or row
-
     def add(self, *, max_active: int | None = None, **values: Any) -> None:
         """Add a run, unless `max_active` runs are running or queued already: then TooManyRuns."""
         with self._lock:
-            active = 0 if max_active is None else sum(row.state in ACTIVE for row in self.rows())
-            if max_active is not None and active >= max_active:
+            if max_active is not None and (active := sum(row.state in ACTIVE for row in self.rows())) >= max_active:
                 raise TooManyRuns(
                     f"{active} runs are running or queued, of at most {max_active}; stop one, or wait for one to end"
                 )
@@ -259,12 +253,12 @@ class Index:
     def _write_list(self, folders: Sequence[Path]) -> None:
         write_text(self.path, "".join(f"{line}\n" for line in (_HEADER, *folders)))
 
-    def update(self, run_id: str, **values: Any) -> None:
-        with self._lock:
-            self.write(self._recorded(run_id).model_copy(update=values))
+    def update(self, run_id: str, **values: Any) -> bool:
+        """Change values of a run's record."""
+        return self.move(run_id, (*ACTIVE, *ENDED), None, **values)
 
     def move(
-        self, run_id: str, come_from: Sequence[State], to: State, *, of_launch: float | None = None, **values: Any
+        self, run_id: str, come_from: Sequence[State], to: State | None, *, of_launch: float = 0.0, **values: Any
     ) -> bool:
         """Change a run's state and other values, if its state is one of `come_from`. Returns whether it was.
 
@@ -272,10 +266,11 @@ class Index:
         must not change the run after it was resumed.
         """
         with self._lock:
-            row = self._recorded(run_id)
-            if row.state not in come_from or of_launch not in (None, row.launched):
+            row = self.row(run_id)
+            row = self.record_of(Path(row.folder)) or row  # in the state of its record, not that of a dead run
+            if row.state not in come_from or of_launch not in (0.0, row.launched):
                 return False
-            self.write(row.model_copy(update={"state": to, **values}))
+            self.write(row.model_copy(update={"state": to or row.state, **values}))
         return True
 
     def remove(self, run_id: str) -> bool:
@@ -395,18 +390,19 @@ def listed(folder: Path) -> Iterator[None]:
         if has_supervisor():
             yield
             return
-        index = _open_index()
-        with contextlib.suppress(OSError):  # the run goes on without the index
-            _list(index, folder.resolve())
+        if (index := _open_index()) is not None:
+            with contextlib.suppress(OSError):  # the run goes on without the index
+                _list(index, folder.resolve())
+        state: State = "completed"
+        reason = None
         try:
             yield
-        except KeyboardInterrupt:
-            _end(index, folder, "stopped")
-            raise
         except BaseException as error:
-            _end(index, folder, "failed", text_of(error))
+            is_stop = isinstance(error, KeyboardInterrupt)
+            state, reason = ("stopped", None) if is_stop else ("failed", text_of(error))
             raise
-        _end(index, folder, "completed")
+        finally:
+            _end(index, folder, state, reason)
 
 
 def listed_early(folder: Path, resumed: object, ends_at_start: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -416,12 +412,9 @@ def listed_early(folder: Path, resumed: object, ends_at_start: bool = False) -> 
 
 def refuse_busy(folder: Path) -> None:
     """Refuse a folder in which another process trains, before anything is loaded."""
-    if not has_supervisor() and (index := _open_index()) is not None:
-        row = None
-        with contextlib.suppress(OSError):
-            row = index.record_of(folder.resolve())
-        if row is not None and row.state in ACTIVE:
-            raise _busy(row)
+    index = None if has_supervisor() else _open_index()
+    if index is not None and (row := index.record_of(folder.resolve())) and row.state in ACTIVE:
+        raise _busy(row)
     if holder(folder) is not None:
         raise held_error(folder)
 
@@ -447,10 +440,8 @@ def _open_index() -> Index | None:
     return index
 
 
-def _list(index: Index | None, folder: Path) -> None:
+def _list(index: Index, folder: Path) -> None:
     """List the run. A folder in which another process trains is refused again: it may just have begun."""
-    if index is None:
-        return
     now, me = time.time(), this_process()
     process: dict[str, Any] = {"pid": me.pid, "born": me.born, "host": this_host(), "launched": now, "started": now}
     if not index.lists(folder):
@@ -468,10 +459,9 @@ def _list(index: Index | None, folder: Path) -> None:
 
 
 def _end(index: Index | None, folder: Path, state: State, reason: str | None = None) -> None:
-    text = None if reason is None else redact(reason)
     with contextlib.suppress(OSError):
         if index is not None and (row := index.record_of(folder.resolve())) is not None:
-            index.move(row.run_id, ACTIVE, state, reason=text, ended=time.time())
+            index.move(row.run_id, ACTIVE, state, reason=reason and redact(reason), ended=time.time())
 
 
 def _busy(row: Row) -> PalestraError:

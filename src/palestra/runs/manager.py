@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import StateError
-from palestra.core.files import folder_size, new_folder, open_private, remove_stale
+from palestra.core.files import new_folder, open_private, remove_stale
 from palestra.core.run_folder import Resume, RunFolder, step_of
 from palestra.runs import limits
 from palestra.runs.index import ACTIVE, ENDED, Row, State, TooManyRuns, new_id, palestra_home
@@ -80,10 +79,9 @@ class RunManager(RunReader):
     def resume(self, run_id: str, *, max_steps: int | None = None) -> Run:
         """Continue a stopped or failed run from its last checkpoint; with more steps, also a completed one."""
         row = self._reconciled(run_id)
-        resumable: list[State] = ["stopped", "failed"] if max_steps is None else ["stopped", "failed", "completed"]
         if row.state == "completed" and max_steps is None:
             raise StateError(f"the run {run_id} is complete; to continue it, give it more steps (--max-steps)")
-        if row.state not in resumable:
+        if row.state not in ENDED:
             raise StateError(f"the run {run_id} is {row.state}; only a stopped or failed run can be resumed")
         folder = RunFolder(Path(row.folder))
         if not folder.request_file.is_file():
@@ -99,7 +97,7 @@ class RunManager(RunReader):
             resume.config(config, 0 if done is None else step_of(done)).save(folder.config_file)
         changes: dict[str, Any] = dict.fromkeys(("reason", "ended", "pid", "born")) | {"parts": {}, "ports": {}}
         changes |= {"kind": "managed", "host": this_host(), "launched": time.time(), "gpus": gpus}
-        if not self._index.move(run_id, resumable, "pending", **changes):
+        if not self._index.move(run_id, [row.state], "pending", **changes):
             raise StateError(f"the run {run_id} was just resumed by another process")
         self._launch(run_id, folder)
         return self.get(run_id)
@@ -145,25 +143,10 @@ class RunManager(RunReader):
             raise StateError(f"run {run_id}: {reason}")
 
 
-@dataclass(frozen=True, slots=True)
-class DeletableFolder:
-    """A folder that can be deleted without losing a result, and why."""
-
-    path: Path
-    why: str
-    size: int
-
-    def delete(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
-def run_garbage(run: RunFolder) -> Iterator[DeletableFolder]:
-    """Checkpoints but the newest and the best, and half-written ones; nothing of a run that is being trained."""
+def run_garbage(run: RunFolder) -> dict[Path, str]:
+    """The folders of checkpoints but the newest and the best, and why; none of a run that is being trained."""
     if holder(run.path) is not None:
-        return
+        return {}
     keep = {run.last_checkpoint(), run.best_checkpoint()}
-    for path in run.step_checkpoints():
-        if path not in keep:
-            yield DeletableFolder(path, "an older checkpoint", folder_size(path))
-    for path in sorted(run.checkpoints.glob(".step-*")):
-        yield DeletableFolder(path, "half written", folder_size(path))
+    older = {path: "an older checkpoint" for path in run.step_checkpoints() if path not in keep}
+    return older | dict.fromkeys(sorted(run.checkpoints.glob(".step-*")), "half written")

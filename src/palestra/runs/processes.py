@@ -151,13 +151,12 @@ def descendants(pid: int) -> list[Process]:
 
 def processes_of_run(run_id: str) -> list[Process]:
     """All processes that a run has started, directly or not, also those whose parent has died."""
-    found: dict[int, Process] = {}
+    processes: set[Process | None] = set()
     for candidate in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if candidate.pid != os.getpid() and candidate.environ().get(RUN_VARIABLE) == run_id:
-                below = [process for process in (identify(candidate.pid), *descendants(candidate.pid)) if process]
-                found |= {process.pid: process for process in below}
-    return list(found.values())
+                processes |= {identify(candidate.pid), *descendants(candidate.pid)}
+    return list(filter(None, processes))
 
 
 @lru_cache(1)

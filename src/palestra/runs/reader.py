@@ -269,13 +269,10 @@ def why_it_ended(part: str, exit_code: int, log: Path, *, packages: bool = False
 def error_lines(lines: Lines) -> Lines:
     """From the last line that looks like an error to the end; the last three lines if none does."""
     lines = [line.rstrip() for line in lines if line.strip()]
-    for i in range(len(lines) - 1, -1, -1):
-        if _ERROR_LINE.match(lines[i]):
-            return lines[i : i + _MAX_LOG_LINES]
-    return lines[-3:]
+    last = max((i for i, line in enumerate(lines) if _ERROR_LINE.match(line)), default=None)
+    return lines[-3:] if last is None else lines[last : last + _MAX_LOG_LINES]
 
 
-Point = tuple[float, float]
 _OWN_SETTINGS = ("output_dir", "track.run_name")  # they differ in every run
 
 
@@ -284,20 +281,20 @@ class ComparedRun:
     """One of the runs: its settings, results and curves."""
 
     run: Run
-    label: str  # its id; the folder of a copy, whose id says nothing to a person
     settings: dict[str, Any]
     summary: dict[str, float | None]
-    pass_rates: list[Point]
-    rewards: list[Point]
+    pass_rates: list[float]
+    rewards: list[tuple[float, float]]
 
-    def to_dict(self) -> dict[str, Any]:
-        head = {"run_id": self.run.run_id, "name": self.run.name, "state": self.run.state}
-        return {**head, **self.summary, "settings": self.settings, "rewards": self.rewards}
+    @property
+    def label(self) -> str:
+        """Its id; the folder of a copy, whose id says nothing to a person."""
+        return show_path(self.run.folder) if self.run.run_id == id_of(self.run.folder) else self.run.run_id
 
 
 def compared(run: Run) -> ComparedRun:
     """A run with its results, for a comparison."""
-    folder, label = RunFolder(run.folder), show_path(run.folder) if run.run_id == id_of(run.folder) else run.run_id
+    folder = RunFolder(run.folder)
     rows, report = folder.metrics(), folder.report() or {}
     trained = [row for row in rows if "reward_mean" in row]
     summary: dict[str, float | None] = {
@@ -309,14 +306,9 @@ def compared(run: Run) -> ComparedRun:
         "seconds": None if run.started is None or run.ended is None else run.seconds,
     }
     settings = flatten(load_yaml(folder.config_file)) if folder.config_file.is_file() else {}
-    return ComparedRun(
-        run,
-        label,
-        {key: value for key, value in settings.items() if key not in _OWN_SETTINGS},
-        summary,
-        [(row["step"], row["pass_rate"]) for row in trained if "pass_rate" in row],
-        [(row["step"], row["reward_mean"]) for row in trained],
-    )
+    settings = {key: value for key, value in settings.items() if key not in _OWN_SETTINGS}
+    pass_rates = [row["pass_rate"] for row in trained if "pass_rate" in row]
+    return ComparedRun(run, settings, summary, pass_rates, [(row["step"], row["reward_mean"]) for row in trained])
 
 
 def _held_out_rate(evaluation: Any) -> float | None:

@@ -72,9 +72,7 @@ class Supervisor:
         self._request = RunRequest.load(self._folder.request_file)
         self._token: str | None = None
         self._parts: dict[str, Part] = {}
-        self._ports: dict[str, int] = {}
         self._descendants: set[Process] = set()  # seen so far: they are ended also if their parent was killed
-        self._exit_codes: dict[str, int] = {}
         self._last_look = self._last_touch = self._env_ended = 0.0
         self._stop_requested = False
 
@@ -147,8 +145,7 @@ class Supervisor:
         """A free loopback port that no other run has claimed."""
         for port in random.sample(_PORTS, len(_PORTS)):
             if port_error(port) is None and self._places.lock(f"port-{port}"):
-                self._ports[part] = port
-                self._update(ports=self._ports)
+                self._update(ports=self._row.ports | {part: port})
                 return port
         raise ResourceError(f"no loopback port from {_PORTS[0]} to {_PORTS[-1]} is free")
 
@@ -166,7 +163,7 @@ class Supervisor:
         self._write_parts()
 
     def _write_parts(self) -> None:
-        parts = {name: PartRow(part.process, self._exit_codes.get(name)) for name, part in self._parts.items()}
+        parts = {name: PartRow(part.process, part.popen.returncode) for name, part in self._parts.items()}
         self._update(parts=parts)
 
     def _tick(self) -> None:
@@ -184,14 +181,14 @@ class Supervisor:
             raise Stopped("its supervisor got SIGTERM")
         if self._row.state not in ("pending", "starting", "running") or not self._folder.path.is_dir():
             raise Stopped
-        for part, code in self._exit_codes.items():
-            self._on_exit(part, code)
+        for name, part in self._parts.items():
+            if part.popen.returncode is not None:
+                self._on_exit(name, part.popen.returncode)
         time.sleep(_TICK_S)
 
     def _reap(self) -> None:
         for name, part in self._parts.items():
-            if name not in self._exit_codes and (code := part.popen.poll()) is not None:
-                self._exit_codes[name] = code
+            if part.popen.returncode is None and (code := part.popen.poll()) is not None:
                 self._write_parts()
                 print(f"{name}: ended with {code}", flush=True)
                 self._end_orphans()
@@ -201,7 +198,7 @@ class Supervisor:
         """What the end of a process means for the run."""
         if part == "trainer" and code == 0:
             raise TrainingCompleted
-        if part == "env" and has_all_batches(self._folder, self._ports["api"], self._token):
+        if part == "env" and has_all_batches(self._folder, self._row.ports["api"], self._token):
             return
         if part == "env" and code == 0:
             self._env_ended = self._env_ended or time.monotonic()
@@ -213,16 +210,15 @@ class Supervisor:
 
     def _end_parts(self) -> None:
         """End environment, trainer and API in this order, each with all that it has started: SIGTERM, then SIGKILL."""
-        for part in reversed(PARTS):
-            if part not in self._parts or part in self._exit_codes:
-                continue
-            process, began = self._parts[part].process, time.monotonic()
-            send(process, signal.SIGTERM)
-            while part not in self._exit_codes:
+        for name in filter(self._parts.__contains__, reversed(PARTS)):
+            part, began = self._parts[name], time.monotonic()
+            if part.popen.returncode is None:
+                send(part.process, signal.SIGTERM)
+            while part.popen.returncode is None:
                 self._reap()
                 waited_s = time.monotonic() - began
-                if waited_s > self._patience_s(part) and not (self._is_saving() and waited_s < _MAX_TERMINATE_S):
-                    send(process, signal.SIGKILL)
+                if waited_s > self._patience_s(name) and not (self._is_saving() and waited_s < _MAX_TERMINATE_S):
+                    send(part.process, signal.SIGKILL)
                 time.sleep(_TICK_S)
         self._end_orphans()
 
@@ -246,7 +242,7 @@ class Supervisor:
 
     def _end_orphans(self) -> None:
         """End processes of the run whose starter has ended."""
-        alive = [part.process for name, part in self._parts.items() if name not in self._exit_codes]
+        alive = [part.process for part in self._parts.values() if part.popen.returncode is None]
         known = {below.pid for process in alive for below in (process, *descendants(process.pid))}
         started = {*self._descendants, *processes_of_run(self._run_id)}
         end_all([process for process in started if process.pid not in known], _TERMINATE_ORPHANS_S)

@@ -15,7 +15,7 @@ from small_tokenizers import CONVERSATION, MARKS, TOOLS, make_for_family
 
 from palestra import demo
 from palestra.extras.gguf.export import to_gguf
-from palestra.models.export.hf import open_source
+from palestra.extras.gguf.source import open_source
 
 
 def written_by_llama_cpp(server: LlamaCpp, messages: list[Any], tools: list[Any] | None) -> str:

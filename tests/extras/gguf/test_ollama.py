@@ -16,7 +16,7 @@ from small_tokenizers import CONVERSATION, MARKS, TOOLS, make_byte_level, make_f
 
 from palestra.core.errors import InputError, ServiceError, SettingError, UnsupportedError
 from palestra.extras.gguf.export import family_of, modelfile, template_of, to_ollama
-from palestra.models.export.hf import ModelSource, open_source
+from palestra.extras.gguf.source import ModelSource, open_source
 
 QWEN_TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\\n' }}
 {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}

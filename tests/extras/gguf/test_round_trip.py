@@ -21,8 +21,8 @@ from palestra.core.errors import UnreadableFileError
 from palestra.extras.gguf.config import config_to_gguf
 from palestra.extras.gguf.export import to_gguf, write_gguf
 from palestra.extras.gguf.file import GgufFile
+from palestra.extras.gguf.source import open_source
 from palestra.extras.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_from_gguf, tokenizer_to_gguf
-from palestra.models.export.hf import open_source
 from palestra.models.loading import load_model
 
 

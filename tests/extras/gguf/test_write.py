@@ -28,7 +28,7 @@ from palestra.core.errors import (
 )
 from palestra.extras.gguf.config import ARCHITECTURES, config_to_gguf
 from palestra.extras.gguf.export import find_llama_quantize, modelfile, to_gguf, write_gguf
-from palestra.models.export.hf import open_source
+from palestra.extras.gguf.source import open_source
 
 
 def write(model: Any, tokenizer: Any, path: Path, **options: Any) -> Path:

@@ -19,8 +19,8 @@ from palestra.core.types import SamplingParams
 from palestra.core.weights import Weights
 from palestra.extras.ray.pool import GroupSampler, PackedWeights, PoolPolicy
 from palestra.extras.vllm.common import Adapter, AdapterFolders
+from palestra.extras.vllm.open import save_base
 from palestra.learner.lora import add_lora
-from palestra.models.export.hf import save_base
 
 RANK = 2
 

@@ -9,7 +9,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message
 from palestra.learner.local import LocalLearner
 from palestra.models.chat.template import ChatFormat
-from palestra.models.export.hf import open_source, write_tokenizer_and_card
+from palestra.models.export.hf import write_tokenizer_and_card
 from palestra.models.loading import load_model
 from palestra.train.checkpoint import TrainState, save_checkpoint
 from palestra.train.setup import with_adapter
@@ -31,12 +31,18 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("own_tokenizer", [True, False], ids=["new", "of 0.1"])
-def test_a_checkpoint_loads_talks_and_exports(checkpoint: Path, own_tokenizer: bool) -> None:
+def test_a_checkpoint_loads_and_talks(checkpoint: Path, own_tokenizer: bool) -> None:
     if not own_tokenizer:
         for path in [*checkpoint.glob("tokenizer*"), *checkpoint.glob("*.jinja")]:
             path.unlink()
     loaded = load_model(str(checkpoint), device="cpu")
     assert len(ChatFormat(loaded.tokenizer).prompt([Message("user", "hi")], []).token_ids) > 0
+
+
+@pytest.mark.extras
+def test_a_checkpoint_exports_under_the_name_of_its_run(checkpoint: Path) -> None:
+    from palestra.extras.gguf.source import open_source
+
     source = open_source(str(checkpoint))
     assert source.name == "clerk-1"
     assert source.instructions == "Be good."

@@ -11,13 +11,15 @@ import pytest
 from palestra.algo.batch import Batch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.engine.session import BLOCK_ROWS, MIN_SAVED_BYTES
+from palestra.engine.session import BLOCK_ROWS
+from palestra.extras.plan.fitting import changes_that_fit
+from palestra.extras.plan.shapes import find_shape, known_shapes
 from palestra.plan import estimate as step_time
 from palestra.plan.device import DEVICES, GIB, Device, cpu, find_device
 from palestra.plan.estimate import RunEstimate, estimate
 from palestra.plan.memory import suited_micro_batch, token_activations
 from palestra.plan.of_config import with_suited_step
-from palestra.plan.shape import ModelShape, find_shape, known_shapes, shape_from_config
+from palestra.plan.shape import ModelShape, shape_from_config
 from palestra.plan.work import StepWork
 
 TINY = Path(__file__).parents[3] / "src" / "palestra" / "models" / "tiny"
@@ -220,7 +222,7 @@ def test_states_are_divided_among_gpus_and_rollouts_too() -> None:
 def test_the_change_that_fits_is_the_least_one_and_does_fit() -> None:
     found = plan("qwen3-4b", DEVICES["rtx-4090"], problems=8, group_size=8, method="lora")
     assert not found.fits
-    change = found.changes_that_fit()
+    change = changes_that_fit(found)
     assert change is not None
     tokens = change.work.tokens_per_micro_batch
     assert change.settings == f"--train.tokens_per_micro_batch {tokens}"
@@ -234,15 +236,18 @@ def test_all_weights_of_a_model_too_large_for_the_gpu_become_adapters_or_more_gp
     assert "--lora.r 16" in found.remedy()
     assert found.remedy().endswith("2 such GPUs") or "4 such GPUs" in found.remedy()
     nowhere = plan("llama-3.3-70b", DEVICES["l4"], problems=8, group_size=8)
-    assert nowhere.changes_that_fit() is None, "not even 4-bit weights fit"
+    assert changes_that_fit(nowhere) is None, "not even 4-bit weights fit"
 
 
+@pytest.mark.extras
 def test_more_context_moves_the_bottleneck_from_starting_kernels_to_reading_the_cache() -> None:
+    from palestra.extras.plan.command import hint_of
+
     short = plan(problems=4, group_size=4, prompt_tokens=64, new_tokens=512)
     long = plan(problems=32, group_size=8, prompt_tokens=7000, new_tokens=4096)
     assert short.bottleneck[0] == long.bottleneck[0] == "decode"
-    assert "rollout.group_size" in short.hint
-    assert "rollout.max_new_tokens" in long.hint
+    assert "rollout.group_size" in hint_of(short)
+    assert "rollout.max_new_tokens" in hint_of(long)
 
 
 def test_the_bottleneck_is_the_largest_part_and_the_parts_of_decode_add_up() -> None:
@@ -273,7 +278,7 @@ def test_a_cache_too_small_for_all_rollouts_decodes_them_in_waves() -> None:
 
 
 def test_siblings_read_a_long_prompt_once_as_the_engine_does() -> None:
-    assert (step_time.BLOCK_ROWS, step_time.MIN_SAVED_BYTES) == (BLOCK_ROWS, MIN_SAVED_BYTES)
+    assert step_time.BLOCK_ROWS == BLOCK_ROWS
     works = ({"group_size": n, "problems": 64 // n, "prompt_tokens": 8000, "new_tokens": 2} for n in (1, 8, 16))
     times = [plan(**work).time.decode for work in works]
     lone, eight, sixteen = (decode.parts["reading the KV cache"] / decode.steps for decode in times)

@@ -24,31 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from palestra.envs.sandbox import namespaces as ns
 from palestra.envs.sandbox.inside import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, become, install_filter, prctl
 from palestra.envs.sandbox.isolation import seccomp_filter, visible
-from palestra.envs.sandbox.namespaces import (
-    MS_BIND,
-    MS_NODEV,
-    MS_NOSUID,
-    MS_RDONLY,
-    NEW_NS,
-    check,
-    libc,
-    mount,
-    new_root,
-    unshare,
-)
 
 _DISK_MIB, _FILES = 256, 20_000  # of its /tmp
 # what clients of HTTP read when they start, though they use none of it here
-_SYSTEM = (
-    "/etc/ssl/certs",
-    "/etc/ssl/openssl.cnf",
-    "/etc/pki/tls",
-    "/etc/hosts",
-    "/etc/nsswitch.conf",
-    "/etc/localtime",
-)
+_SYSTEM = [
+    f"/etc/{name}" for name in ("ssl/certs", "ssl/openssl.cnf", "pki/tls", "hosts", "nsswitch.conf", "localtime")
+]
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _READ = 1 << 16
 
@@ -108,7 +92,7 @@ def paths_below(folders: Iterable[str], paths: Sequence[Path], needed: Sequence[
 
 def main() -> NoReturn:
     setup, command = json.loads(sys.argv[1]), sys.argv[2:]
-    unshare(setup["uid"] is not None)
+    ns.unshare(setup["uid"] is not None)
     raise_loopback()
     listener = socket.create_server(("127.0.0.1", setup["port"]), backlog=64)
     child = os.fork()
@@ -133,14 +117,14 @@ def raise_loopback() -> None:
 def first_process(setup: dict[str, object], command: list[str]) -> NoReturn:
     """Process 1 inside: starts the program and waits for it; all that it has left ends with this one."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    check(libc.unshare(NEW_NS), "unshare")  # the one outside keeps its root, where the gateway's socket is
-    libc.sethostname(b"sandbox", 7)
-    new_root(setup["visible"], _DISK_MIB, _FILES, "/tmp", str(setup["folder"]))  # type: ignore[arg-type]
+    ns.check(ns.libc.unshare(ns.NEW_NS), "unshare")  # the one outside keeps its root, where the gateway's socket is
+    ns.libc.sethostname(b"sandbox", 7)
+    ns.new_root(setup["visible"], _DISK_MIB, _FILES, "/tmp", str(setup["folder"]))  # type: ignore[arg-type]
     for path in sorted(setup["hidden"]):  # type: ignore[call-overload]
         if os.path.isdir(path):
-            mount("tmpfs", path, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k")
+            ns.mount("tmpfs", path, "tmpfs", ns.MS_RDONLY | ns.MS_NOSUID | ns.MS_NODEV, "size=4k")
         elif os.path.exists(path):  # not below a folder that is hidden
-            mount("/dev/null", path, None, MS_BIND)
+            ns.mount("/dev/null", path, None, ns.MS_BIND)
     program = os.fork()
     if program == 0:
         start(setup, command)

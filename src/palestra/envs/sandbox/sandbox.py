@@ -138,12 +138,8 @@ class _FirstProcess:
             os.chown(self._folder, uid, uid)
         place, command = str(self._folder or "/work"), [PYTHON, "-ISc", _BOOT]
         if isolation == "namespaces":
-            outside = {
-                "visible": visible(),
-                "root": uid is not None,
-                "disk_mib": limits.disk_mib,
-                "files": limits.files,
-            }
+            outside: dict[str, Any] = {"visible": visible(), "root": uid is not None}
+            outside |= {"disk_mib": limits.disk_mib, "files": limits.files}
             command = [PYTHON, "-IS", str(_NAMESPACES), json.dumps(outside), *command]
         self._cgroup: Cgroup | None = make_cgroup(limits)
         self._process: subprocess.Popen[bytes] | None = None
@@ -159,13 +155,8 @@ class _FirstProcess:
             source, refused = _INSIDE.read_bytes(), seccomp_filter(os.uname().machine)
             if refused is None and self._folder is None:
                 raise ValueError(f"there is no list of system calls for {os.uname().machine}")
-            setup = {
-                "limits": asdict(limits),
-                "folder": place,
-                "tmpfs": self._folder is None,
-                "uid": uid,
-                "seccomp": (refused or b"").hex(),
-            }
+            setup = {"limits": asdict(limits), "folder": place, "tmpfs": self._folder is None}
+            setup |= {"uid": uid, "seccomp": (refused or b"").hex()}
             self._socket.settimeout(_START_S)
             self._socket.sendall(b"%d\n%s" % (len(source), source))
             if self.ask(setup, _START_S) != {"ready": True}:

@@ -162,8 +162,8 @@ def describe_env(
         names = {"file": str(env.file_path), "class_name": env.class_name, "roots": [str(root) for root in roots]}
         settings = {**env.preset, **(settings or {})}
         with tempfile.TemporaryDirectory() as home, tempfile.TemporaryFile() as stderr:
-            environ = clean_environment() | {"HOME": home}
-            with closing(ChildProcess(python or sys.executable, environ, home, stderr)) as child:
+            environ, functions = clean_environment() | {"HOME": home}, Path(__file__).with_name("describe_child.py")
+            with closing(ChildProcess(functions, python or sys.executable, environ, home, stderr)) as child:
                 answer = child.ask("describe", timeout_s, settings=settings, package=package, **names)
         return EnvDescription(list(answer["fields"]), dict(answer["run_settings"]))
     except ChildTimeout as error:

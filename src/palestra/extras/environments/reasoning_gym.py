@@ -65,7 +65,7 @@ class ScorerProcess:
 
     def __init__(self, timeout_s: float = _ANSWER_S) -> None:
         self._timeout_s = timeout_s
-        self._child = ChildProcess()
+        self._child = ChildProcess(Path(__file__).with_name("scorer_child.py"))
         self._lock = threading.Lock()
 
     def score(self, task: str, settings: Mapping[str, Any], answer: str, entry: Any) -> float:

@@ -42,8 +42,8 @@ from palestra.extras.gguf.config import (
     tensor_names,
 )
 from palestra.extras.gguf.file import require_gguf
+from palestra.extras.gguf.source import ModelSource
 from palestra.extras.gguf.tokenizer import chat_template, model_name, tokenizer_to_gguf
-from palestra.models.export.hf import ModelSource
 from palestra.models.loading import TINY
 
 # type of the matrices -> general.file_type

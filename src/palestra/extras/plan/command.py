@@ -18,14 +18,27 @@ from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_RANK
 from palestra.core.errors import SettingError
 from palestra.core.machine import memory_gib, processors
+from palestra.extras.plan.fitting import changes_that_fit, gpus_that_fit
+from palestra.extras.plan.shapes import find_shape, known_shapes
 from palestra.plan.device import GIB, Device, cpu, efficiency_of, find_device
 from palestra.plan.estimate import RunEstimate, duration_text, estimate
 from palestra.plan.memory import PLANNED
 from palestra.plan.of_config import with_suited_step, work_of
-from palestra.plan.shape import find_shape, known_shapes
 from palestra.runs.request import RunRequest
 
 _DEFAULT_CONTEXT = 2048
+_HINTS = {
+    "decode, starting kernels": "more rollouts at once: a larger rollout.group_size or train.problems_per_step",
+    "decode, reading weights": "more rollouts at once share the reading, up to what the KV cache holds",
+    "decode, reading the KV cache": "shorter rollouts (rollout.max_new_tokens, prompts), or more GPUs",
+    "decode, the scheduler": "fewer, longer rollouts; or more GPUs, each with its own engine",
+    "prefill": "shorter prompts, or larger groups: a prompt is computed once for its group",
+    "agent loop": "tools and templates: rollout.max_staleness=2 samples on while they work",
+    "learner": "more GPUs, fewer tokens a step; without model.gradient_checkpointing if that is on",
+    "optimizer": "LoRA, or more rollouts in a step",
+    "communication": "a larger train.tokens_per_micro_batch, LoRA, or fewer GPUs",
+    "rest": "fewer records: track.rollouts_every",
+}
 
 
 class Count(click.ParamType):
@@ -141,10 +154,26 @@ def _device(name: str, parameters: dict[str, Any]) -> Device:
     return Device(name, **known) if len(known) == len(units) else replace(find_device(name), **known)
 
 
+def sampled_per_s(planned: RunEstimate) -> float:
+    """Sampled tokens a second of the whole step, on all GPUs."""
+    return planned.work.sampled * planned.work.gpus * planned.work.new_tokens / planned.time.total_s
+
+
+def cost_of(planned: RunEstimate, price_per_hour: float, steps: int) -> float:
+    """The cost of a number of steps, at a price for one GPU hour."""
+    return planned.time.total_s * steps / 3600 * planned.work.gpus * price_per_hour
+
+
+def hint_of(planned: RunEstimate) -> str:
+    """How to reduce the bottleneck; of decode, its largest part."""
+    name, decode = planned.bottleneck[0], planned.time.decode.parts
+    return _HINTS[f"decode, {max(decode, key=lambda part: decode[part])}" if name == "decode" else name]
+
+
 def summary(planned: RunEstimate, steps: int, price: float | None) -> dict[str, Any]:
     """All numbers of an estimate, for programs."""
     (name, share), time, memory = planned.bottleneck, planned.time, planned.memory
-    change = None if planned.fits else planned.changes_that_fit()
+    change = None if planned.fits else changes_that_fit(planned)
     return {
         "device": planned.device.name,
         "gpus": planned.work.gpus,
@@ -157,20 +186,20 @@ def summary(planned: RunEstimate, steps: int, price: float | None) -> dict[str, 
         "rows_at_once": time.decode.rows,
         "tokens_per_micro_batch": planned.work.tokens_per_micro_batch,
         "micro_batches": planned.work.packed.micro_batches,
-        "sampled_tokens_per_s": round(planned.tokens_per_s),
+        "sampled_tokens_per_s": round(sampled_per_s(planned)),
         "bottleneck": name,
         "bottleneck_share": round(share, 3),
-        "hint": planned.hint,
+        "hint": hint_of(planned),
         "memory_gib": round(memory.total / GIB, 2),
         "memory_needed_gib": round(memory.needed / GIB, 2),
         "memory_parts_gib": {part: round(value / GIB, 3) for part, value in memory.parts.items()},
         "memory_usable_gib": round(planned.room / GIB, 2),
         "fits": planned.fits,
         "fits_with": change.settings if change else None,
-        "fits_on_gpus": planned.gpus_that_fit(),
+        "fits_on_gpus": gpus_that_fit(planned),
         "steps": steps,
         "hours": round(time.total_s * steps / 3600, 3),
-        "cost": None if price is None else round(planned.cost(price, steps), 2),
+        "cost": None if price is None else round(cost_of(planned, price, steps), 2),
         "calibration": efficiency_of(planned.device).origin,
     }
 
@@ -198,22 +227,22 @@ def _print(console: Console, name: str, planned: RunEstimate, steps: int, price:
     for left, right in zip_longest(times, memory, fillvalue=("", "")):
         table.add_row(*left, *right)
     console.print(table)
-    cost = "" if price is None else f" and cost {planned.cost(price, steps):,.2f}"
+    cost = "" if price is None else f" and cost {cost_of(planned, price, steps):,.2f}"
     line(
-        f"{planned.tokens_per_s:,.0f} sampled tokens/s, {time.decode.rows} rows at once on a GPU, "
+        f"{sampled_per_s(planned):,.0f} sampled tokens/s, {time.decode.rows} rows at once on a GPU, "
         f"micro-batches of up to {work.tokens_per_micro_batch:,} tokens; {steps:,} steps take "
         f"{duration_text(time.total_s * steps)}{cost}"
     )
     (part, share), total = planned.bottleneck, sum(time.parts.values())
     inside = sorted(time.decode.parts.items(), key=lambda item: -item[1]) if part == "decode" else []
     shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in inside if seconds / total >= 0.005)
-    line(f"bottleneck: {part}, {share:.0%} of a step{f' ({shares})' if shares else ''}; what helps: {planned.hint}")
+    line(f"bottleneck: {part}, {share:.0%} of a step{f' ({shares})' if shares else ''}; what helps: {hint_of(planned)}")
     needed = f"{need.needed / GIB:.1f} GiB are needed, {need.needed / GIB / whole:.0%} of the memory"
     if planned.fits:
         rest = "; the KV cache takes some of the rest" if need.kv > need.kv_least else ""
         line(f"it fits: {needed}{rest}", "green")
     else:
-        change = planned.changes_that_fit()
+        change = changes_that_fit(planned)
         then = f"; a step then takes {duration_text(planned.with_work(change.work).time.total_s)}" if change else ""
         line(f"it does not fit: {needed}, and {PLANNED:.0%} can be planned with; {planned.remedy()}{then}", "yellow")
     line(f"by efficiencies {efficiency_of(planned.device).origin}", "dim")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.config import RunConfig
-from palestra.models.export.hf import save_base
+from palestra.models.export.hf import save_hf, written_aside
 from palestra.policy.base import Policy
 
 
@@ -50,3 +50,16 @@ def open_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
             # on a CPU vLLM 0.28 fails at a request with a seed whose prompt is computed in pieces
             **({"enable_chunked_prefill": False, "enforce_eager": True} if model.device.type == "cpu" else {}),
         )
+
+
+def save_base(model: Any, tokenizer: Any, folder: Path) -> Path:
+    """Save the model without its adapter, or as it is where it has none; weights are not copied in memory."""
+    if not hasattr(model, "peft_config"):
+        return save_hf(model, tokenizer, folder)
+    base = model.get_base_model()
+    state = base.state_dict().items()  # its layers are wrapped, and the adapter's are inside
+    tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in state if ".lora_" not in name}
+    with written_aside(folder) as partial:
+        base.save_pretrained(partial, state_dict=tensors)
+        tokenizer.save_pretrained(partial)
+    return folder

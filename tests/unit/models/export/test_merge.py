@@ -11,15 +11,16 @@ import torch
 pytest.importorskip("peft")
 pytest.importorskip("gguf")
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "models" / "gguf"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "extras" / "gguf"))
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import UnreadableFileError, UnsupportedError
 from palestra.extras.gguf.export import to_gguf
+from palestra.extras.gguf.source import open_source
 from palestra.learner.lora import add_lora
-from palestra.models.export.hf import open_source, save_hf, to_hf
+from palestra.models.export.hf import save_hf, to_hf
 from palestra.models.loading import load_model
 
 PROMPT = "<|im_start|>user\nWhat does a red lamp cost?<|im_end|>\n<|im_start|>assistant\n"

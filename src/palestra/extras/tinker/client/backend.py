@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_LEARNING_RATE
 from palestra.core.errors import MissingPackageError, NotFoundError, SettingError, did_you_mean
-from palestra.models.export.hf import save_downloaded
-from palestra.models.loading import LoadedModel
+from palestra.core.files import write_json, write_text
+from palestra.models.export.hf import adapter_card, written_aside
+from palestra.models.loading import RECORD, LoadedModel, is_adapter
 from palestra.train.setup import Backend
 
 if TYPE_CHECKING:
@@ -65,6 +70,22 @@ def open_backend(config: RunConfig, loaded: LoadedModel) -> Backend:
         ),
         lambda good: model.close(good=good),
     )
+
+
+def save_downloaded(
+    download: Callable[[Path], Any], tokenizer: Any, folder: Path, *, base: str, record: Mapping[str, Any]
+) -> Path:
+    """Save a model that another machine has trained: an adapter to `base`, or a whole one, as its files come."""
+    with written_aside(folder) as partial:
+        download(partial)
+        tokenizer.save_pretrained(partial)
+        write_json(partial / RECORD, dict(record))
+        if is_adapter(partial):
+            path = partial / "adapter_config.json"
+            lora = {**json.loads(path.read_text(encoding="utf-8")), "base_model_name_or_path": base}
+            write_json(path, lora)
+            write_text(partial / "README.md", adapter_card(base, SimpleNamespace(**lora), record))
+    return folder
 
 
 def suited(config: RunConfig) -> RunConfig:

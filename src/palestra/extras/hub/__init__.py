@@ -1,0 +1,1 @@
+"""Models on the Hugging Face hub, with a card: origin, evaluation and use."""
