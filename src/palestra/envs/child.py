@@ -1,14 +1,15 @@
 """Runs untrusted code for `child_process.py`: reads an environment's config, or scores answers of reasoning-gym.
 
-Requests come on stdin as pickles that our own process wrote, replies go to stdout as JSON lines: whatever a request
-makes this process do, it can be killed, and nothing that it sends back is executed. Imports nothing of Palestra.
+Requests come on stdin as lines with a number, the name of a function and its arguments as a Python literal; replies go
+to stdout as JSON lines. Whatever a request makes this process do, it can be killed, and nothing that it sends back is
+executed. Imports nothing of Palestra.
 """
 
+import ast
 import importlib
 import importlib.util
 import json
 import os
-import pickle
 import resource
 import sys
 from collections.abc import Sequence
@@ -99,17 +100,14 @@ def main() -> None:
     os.dup2(2, 1)  # what the code prints is no reply
     requests, sys.stdin = sys.stdin.buffer, None
     functions: dict[str, Any] = {"describe": describe}
-    while True:
-        try:
-            number, function, arguments = pickle.load(requests)
-        except EOFError:
-            return
+    for line in requests:
+        number, function, arguments = line.decode().split(" ", 2)
         try:
             if function == "score" and function not in functions:
                 functions["score"] = Scorer().score
-            reply = {"number": number, "value": functions[function](**arguments)}
+            reply = {"number": int(number), "value": functions[function](**ast.literal_eval(arguments))}
         except BaseException as error:  # the code may ask to exit
-            reply = {"number": number, "error": reason(error)[:2000]}
+            reply = {"number": int(number), "error": reason(error)[:2000]}
         replies.write(json.dumps(reply, default=str) + "\n")
         replies.flush()
 
