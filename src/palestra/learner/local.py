@@ -289,7 +289,7 @@ class LocalLearner:
             self.discard_gradients()
             raise
         own_loss, grad_norm = checks.tolist()
-        loss = sum(self._ranks.gather(own_loss))
+        loss = own_loss if self._ranks.size == 1 else sum(self._ranks.gather(own_loss, float))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.discard_gradients()
             raise NotFiniteError(explain_not_finite(pending, loss, grad_norm, self._ranks))
@@ -351,7 +351,8 @@ class LocalLearner:
         if known is not None and known[0] == echo:
             return known[1]
         packed = self._packed(batch, echo=echo)
-        packed.pad_passes(max(self._ranks.gather(len(packed.micro_batches))), self.device)
+        if self._ranks.size > 1:
+            packed.pad_passes(max(self._ranks.gather(len(packed.micro_batches), int)), self.device)
         self._packings[batch] = echo, packed
         return packed
 

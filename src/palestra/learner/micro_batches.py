@@ -257,7 +257,7 @@ def explain_not_finite(pending: Sequence[LocalOutputs], loss: float, grad_norm: 
             sums.index_add_(0, row, token_loss.float())
         guilty.update(outputs.batch.groups[(~sums.isfinite()).cpu().numpy()].tolist())
         everyone.update(outputs.batch.groups.tolist())
-    guilty, everyone = (set[int]().union(*ranks.gather(groups)) for groups in (guilty, everyone))
+    guilty, everyone = (set[int]().union(*ranks.gather(groups, set[int])) for groups in (guilty, everyone))
     groups = guilty or everyone
     what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
     return (

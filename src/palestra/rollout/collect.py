@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,30 +25,6 @@ START_BATCH_ROLLOUTS = 128
 YIELDS_PER_BATCH = 4  # of the event loop: the first of them are being sampled then
 
 
-class GroupCollector:
-    """Collects groups for problems: here, in other processes, or on other machines."""
-
-    async def collect(
-        self,
-        problems: Sequence[Problem],
-        group_size: int,
-        seed_keys: Sequence[str],
-        on_rollout: OnRollout = lambda r: None,
-    ) -> list[Group]:
-        """One group per problem, in this order. Equal seed keys give equal rollouts."""
-        raise NotImplementedError
-
-    def groups_at_once(self, group_size: int) -> int:
-        """Maximum number of groups in flight."""
-        raise NotImplementedError
-
-    async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
-        """Do the work that needs no policy for the next problems of `collect`, if there is any."""
-
-    def abandon(self) -> None:
-        """Discard prepared groups that will not be collected."""
-
-
 @dataclass(slots=True)
 class Started:
     """A group whose attempts can begin, unless it has an error; nothing is sampled yet. `state` is the runner's."""
@@ -65,12 +41,13 @@ class Runner:
 
     in_batches = False  # whether `begin` gets all groups that may be open, before any is attempted
     runs_programs = False  # whose number it limits itself, and none of which outlives the step
+    # Called, if there is one, for the groups that were opened together; it may give them errors.
+    begin: Callable[[Any, Sequence[Started]], Awaitable[None]] | None = None
+    # Metrics of a group that was attempted, if there are any.
+    metrics: Callable[[Any, Started, Group], Mapping[str, Any]] | None = None
 
     async def open(self, opener: Opener, problem: Problem, count: int) -> list[Episode] | NotOpened:
         return await opener.open(problem, count)
-
-    async def begin(self, groups: Sequence[Started]) -> None:
-        """Called once for the groups that were opened together; it may give them errors."""
 
     def start(self, group: Started) -> None:
         """Called before the attempts of each group; a PalestraError fails the group."""
@@ -78,10 +55,6 @@ class Runner:
     async def attempt(self, group: Started, i: int, seed_key: str) -> Rollout:
         """The attempt of sibling i, with the scores of its episode. What fails it is recorded on the rollout."""
         raise NotImplementedError
-
-    def metrics(self, started: Started, group: Group) -> Mapping[str, Any]:
-        """Metrics of a group that was attempted."""
-        return {}
 
     def close(self, group: Started) -> None:
         """Free what `start` has taken, whether or not there were attempts."""
@@ -108,7 +81,7 @@ class AgentLoop(Runner):
 
 
 @dataclass(frozen=True, slots=True)
-class Collector(GroupCollector):
+class Collector:
     """Problems -> groups of scored attempts by a runner in this process."""
 
     environment: Environment
@@ -130,22 +103,18 @@ class Collector(GroupCollector):
         group_size: int,
         seed_keys: Sequence[str],
         on_rollout: OnRollout = lambda r: None,
-        on_group: Callable[[int, Group], None] = lambda i, g: None,
+        on_group: Callable[[int, Group], None] | None = None,
     ) -> list[Group]:
-        """As the base class; `on_group` gets the number of each problem and its group when that is complete."""
+        """One group per problem, in this order. Equal seed keys give equal rollouts.
+
+        `on_group` gets the number of each problem and its group when that is complete.
+        """
         at_once = len(problems) if self.runner.runs_programs else self.groups_at_once(group_size)
         if self.runner.in_batches and len(problems) > at_once:
             parts = [slice(i, i + at_once) for i in range(0, len(problems), at_once)]
             collected = [await self.collect(problems[p], group_size, seed_keys[p], on_rollout) for p in parts]
             return [group for groups in collected for group in groups]
-        started = dict[int, Started]()
-        asked = [(problem.id, problem.input, group_size) for problem in problems]
-        for i, group in enumerate(self._prepared):
-            if [(group.problem.id, group.problem.input, len(group.episodes))] == asked[i : i + 1]:
-                started[i] = group
-            else:
-                self._abandon(group)
-        self._prepared.clear()
+        started = self._take_prepared(problems, group_size) if self._prepared else {}
         opening: dict[int, asyncio.Task[Started]] = {}
         for i, problem in enumerate(problems[:at_once]):
             if i not in started:
@@ -157,7 +126,8 @@ class Collector(GroupCollector):
                 if i not in started:
                     started[i] = await self._open(problem, group_size)
                 group = await self._group(started.pop(i), group_size, key, on_rollout)
-            on_group(i, group)
+            if on_group is not None:
+                on_group(i, group)
             return group
 
         tasks: list[asyncio.Task[Group]] = []
@@ -166,7 +136,8 @@ class Collector(GroupCollector):
                 await asyncio.wait(opening.values())
                 started |= {i: task.result() for i, task in opening.items()}
                 opening.clear()
-            await self.runner.begin([group for group in started.values() if group.error is None])
+            if self.runner.begin is not None:
+                await self.runner.begin([group for group in started.values() if group.error is None])
             with hosting(self.host):
                 batch = max(1, START_BATCH_ROLLOUTS // group_size)
                 for i, (problem, key) in enumerate(zip(problems, seed_keys, strict=True)):
@@ -183,7 +154,8 @@ class Collector(GroupCollector):
                 task.cancel()
             if self.runner.runs_programs:
                 await asyncio.gather(*tasks, return_exceptions=True)
-            self._abandon(*started.values(), *opening.values())
+            if started or opening:
+                self._abandon(*started.values(), *opening.values())
 
     async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
         """Open the next step's episodes early, unless that is slow: containers and servers are held only in use."""
@@ -204,8 +176,21 @@ class Collector(GroupCollector):
             self._abandon(*opening)
 
     def abandon(self) -> None:
+        """Discard prepared groups that will not be collected."""
         self._abandon(*self._prepared)
         self._prepared.clear()
+
+    def _take_prepared(self, problems: Sequence[Problem], group_size: int) -> dict[int, Started]:
+        """The prepared groups that are those of the problems, by number; the others are closed."""
+        asked = [(problem.id, problem.input, group_size) for problem in problems]
+        taken = dict[int, Started]()
+        for i, group in enumerate(self._prepared):
+            if [(group.problem.id, group.problem.input, len(group.episodes))] == asked[i : i + 1]:
+                taken[i] = group
+            else:
+                self._abandon(group)
+        self._prepared.clear()
+        return taken
 
     async def _open(self, problem: Problem, group_size: int) -> Started:
         opened = await self.runner.open(self._opener, problem, group_size)
@@ -223,6 +208,7 @@ class Collector(GroupCollector):
             close_now(group.episodes)
 
     def groups_at_once(self, group_size: int) -> int:
+        """Maximum number of groups in flight."""
         limit = getattr(self.environment, "max_episodes", None)
         if limit is not None and limit < group_size:
             raise ResourceError(
@@ -259,7 +245,9 @@ class Collector(GroupCollector):
                 weights, columns = self.environment.reward_weights, started.columns
                 group = await self.rewards.reward(problem, rollouts, episodes, weights, columns)
                 lengths = length_metrics(group.rollouts, calls.judges) if calls.judges else {}
-                metrics = {**group.metrics, **calls.counts, **lengths, **self.runner.metrics(started, group)}
+                metrics = {**group.metrics, **calls.counts, **lengths}
+                if self.runner.metrics is not None:
+                    metrics.update(self.runner.metrics(started, group))
                 return replace(group, metrics=metrics)
             finally:
                 for task in tasks:
@@ -270,13 +258,13 @@ class Collector(GroupCollector):
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteCollector(GroupCollector):
-    """Groups made elsewhere, for training or for evaluations: by worker processes, or by actors of a cluster.
+class RemoteCollector:
+    """Groups made elsewhere, for training or for evaluations: by worker processes, ranks, or actors of a cluster.
 
     `open_groups` is how many groups of a size each of them may have open.
     """
 
-    remote: Any  # RolloutWorkers, or the RolloutPool of `backend: ray`
+    remote: Any  # RolloutWorkers, RolloutRanks, or the RolloutPool of `backend: ray`
     training: bool
     open_groups: Callable[[int], int]
 
@@ -288,10 +276,7 @@ class RemoteCollector(GroupCollector):
         on_rollout: OnRollout = lambda r: None,
     ) -> list[Group]:
         at_once = self.open_groups(group_size)
-        groups: list[Group] = await self.remote.collect(
-            self.training, problems, group_size, seed_keys, at_once, on_rollout
-        )
-        return groups
+        return await self.remote.collect(self.training, problems, group_size, seed_keys, at_once, on_rollout)
 
     async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
         await self.remote.prepare(problems, group_size)
@@ -301,6 +286,9 @@ class RemoteCollector(GroupCollector):
 
     def groups_at_once(self, group_size: int) -> int:
         return self.open_groups(group_size) * len(self.remote)
+
+
+GroupCollector = Collector | RemoteCollector
 
 
 async def scored_together(

@@ -15,14 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, Optional, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from palestra.core.codec import CodecError, decode, encode
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, ResourceError, ServiceError, SettingError, text_of
 from palestra.core.ranks import RankFailed, Ranks, RankVariables
+from palestra.core.types import Array
 from palestra.extras.ranks.launch import LAUNCHER, RENDEZVOUS
 
 log = logging.getLogger("palestra")
@@ -100,10 +103,17 @@ class TorchRanks(Ranks):
         if launcher := os.environ.get(LAUNCHER):
             threading.Thread(target=self._watch_launcher, args=(int(launcher),), daemon=True).start()
 
-    def gather(self, value: T) -> list[T]:
-        found: list[Any] = [None] * self.size
+    def gather(self, value: T, kind: Any = None) -> list[T]:
         try:
-            dist.all_gather_object(found, value, group=self._group)
+            own, is_error = encode(value), False
+        except CodecError as error:  # sent in place of the value, so that no rank waits for it
+            own, is_error = str(error).encode(), True
+        try:
+            sizes = self._all_gather(np.array([len(own), is_error]))
+            padded = np.zeros(max(size for size, _ in sizes), np.uint8)
+            padded[: len(own)] = np.frombuffer(own, np.uint8)
+            gathered = zip(self._all_gather(padded), sizes, strict=True)
+            contents = [content[:size].tobytes() for content, (size, _) in gathered]
         except RuntimeError as error:
             self._was_lost.wait(2.0)  # a closed connection is often noticed here first
             reason = self.lost or (
@@ -111,9 +121,19 @@ class TorchRanks(Ranks):
                 f"ranks.timeout_s (now {self._timeout_s:g})"
             )
             raise ServiceError(reason) from error
-        return found
+        for rank, (_, is_error) in enumerate(sizes):
+            if is_error:
+                raise CodecError(f"rank {rank}: {contents[rank].decode()}")
+        return [decode(content, kind) for content in contents]
 
-    def from_first(self, work: Callable[[], T]) -> T:
+    def _all_gather(self, array: Array) -> list[Array]:
+        """The arrays of all ranks, which have the same type and shape."""
+        own = torch.from_numpy(array)
+        tensors = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(tensors, own, group=self._group)
+        return [tensor.numpy() for tensor in tensors]
+
+    def from_first(self, work: Callable[[], T], kind: Any = None) -> T:
         value: T | None = None
         failure: Exception | None = None
         if self.is_first:
@@ -121,7 +141,8 @@ class TorchRanks(Ranks):
                 value = work()
             except Exception as error:
                 failure = error
-        found, reason = self.gather((value, None if failure is None else str(failure)))[0]
+        expected = tuple[Optional[kind], str | None]  # type: ignore[valid-type]  # noqa: UP045  # kind may be None
+        found, reason = self.gather((value, None if failure is None else str(failure)), expected)[0]
         if failure is not None:
             raise failure
         if reason is not None:
@@ -130,14 +151,14 @@ class TorchRanks(Ranks):
 
     def agree(self, config: RunConfig) -> None:
         """PalestraError unless all ranks were started with the same settings."""
-        first, *others = self.gather({key: config.value(key) for key in config.keys()})  # noqa: SIM118
+        own = {key: repr(config.value(key)) for key in config.keys()}  # noqa: SIM118
+        first, *others = self.gather(own, dict[str, str])
         for rank, settings in enumerate(others, 1):
-            for key, value in settings.items():
-                if value != first[key]:
-                    raise RankFailed(
-                        f"rank {rank} has {key} = {value!r}, and rank 0 {first[key]!r}; start all ranks with the same "
-                        "command"
-                    )
+            if wrong := [key for key in first if settings[key] != first[key]]:
+                raise RankFailed(
+                    f"rank {rank} has {wrong[0]} = {settings[wrong[0]]}, and rank 0 {first[wrong[0]]}; start all ranks "
+                    "with the same command"
+                )
 
     @contextmanager
     def interruptible(self, cancel: Callable[[], None]) -> Iterator[None]:
@@ -228,7 +249,7 @@ class Liveness:
         self._peers: list[socket.socket] = []
         self._lock = threading.Lock()
 
-    def meet(self, gather: Callable[[Any], list[Any]], size: int, host: str, loopback: bool) -> None:
+    def meet(self, gather: Callable[..., list[Any]], size: int, host: str, loopback: bool) -> None:
         """Connect the first rank, at `host`, with the others."""
         server: socket.socket | None = None
         address: tuple[str, int, str] | None = None
@@ -236,7 +257,7 @@ class Liveness:
             server = socket.create_server(("127.0.0.1" if loopback else "", 0), backlog=_BACKLOG)
             server.settimeout(_JOIN_S)
             address = host, server.getsockname()[1], secrets.token_urlsafe(16)
-        host, port, token = gather(address)[0]
+        host, port, token = gather(address, tuple[str, int, str] | None)[0]
         if server is None:
             peer = socket.create_connection((host, port), _JOIN_S)
             _send(peer, {"token": token, "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname()})

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from palestra.core.errors import ServiceError, text_of
 from palestra.core.ranks import Ranks
 from palestra.core.types import Group, Problem
-from palestra.rollout.collect import GroupCollector, OnRollout
+from palestra.rollout.collect import Collector, OnRollout
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """What one rank has to show: its groups, or why it has none."""
+    """The groups of one rank, or the reason that it has none."""
 
     groups: Sequence[Group] = ()
     stopped: bool = False
@@ -22,62 +22,53 @@ class RankGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedCollector(GroupCollector):
+class RolloutRanks:
     """Problem i is attempted by rank i modulo their number, with the seed that it has in one process.
 
     Here the ranks agree: where one was asked to stop, all raise KeyboardInterrupt; where one failed, all fail.
     """
 
-    inner: GroupCollector
     ranks: Ranks
+    own: Collector
+
+    def __len__(self) -> int:
+        return self.ranks.size
 
     async def collect(
-        self,
-        problems: Sequence[Problem],
-        group_size: int,
-        seed_keys: Sequence[str],
-        on_rollout: OnRollout = lambda r: None,
-    ) -> list[Group]:
+        self, training: bool, problems: Sequence[Problem], group_size: int, seed_keys: Sequence[str], at_once: int,
+        on_rollout: OnRollout,
+    ) -> list[Group]:  # fmt: skip
+        """One group per problem, on every rank; `own` limits how many are open."""
         rank, size = self.ranks.rank, self.ranks.size
-        own = await self._attempted(problems[rank::size], group_size, seed_keys[rank::size], on_rollout)
-        found = await asyncio.to_thread(self.ranks.gather, own)
-        if any(part.stopped for part in found):
+        own = self._attempted(problems[rank::size], group_size, seed_keys[rank::size], on_rollout)
+        ranks = await asyncio.to_thread(self.ranks.gather, await own, RankGroups)
+        if any(each.stopped for each in ranks):
             raise KeyboardInterrupt
-        for number, part in enumerate(found):
-            if part.error is not None:
-                raise ServiceError(f"rank {number}: {part.error}")
-        for group in (group for number, part in enumerate(found) if number != rank for group in part.groups):
-            for rollout in group.rollouts:
-                on_rollout(rollout)
-        return [found[i % size].groups[i // size] for i in range(len(problems))]
+        for number, each in enumerate(ranks):
+            if each.error is not None:
+                raise ServiceError(f"rank {number}: {each.error}")
+            for group in () if number == rank else each.groups:
+                for rollout in group.rollouts:
+                    on_rollout(rollout)
+        return [ranks[i % size].groups[i // size] for i in range(len(problems))]
 
     async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
-        await self.inner.prepare(problems[self.ranks.rank :: self.ranks.size], group_size)
+        await self.own.prepare(problems[self.ranks.rank :: self.ranks.size], group_size)
 
     def abandon(self) -> None:
-        self.inner.abandon()
-
-    def groups_at_once(self, group_size: int) -> int:
-        return self.inner.groups_at_once(group_size)
+        self.own.abandon()
 
     async def _attempted(
         self, problems: Sequence[Problem], group_size: int, seed_keys: Sequence[str], on_rollout: OnRollout
     ) -> RankGroups:
-        if not problems:
-            return RankGroups(stopped=self.ranks.stop_requested)
         loop = asyncio.get_running_loop()
-        task = loop.create_task(self.inner.collect(problems, group_size, seed_keys, on_rollout))
-
-        def cancel() -> None:
-            loop.call_soon_threadsafe(task.cancel)
-
-        with self.ranks.interruptible(cancel):
+        task = loop.create_task(self.own.collect(problems, group_size, seed_keys, on_rollout))
+        with self.ranks.interruptible(lambda: loop.call_soon_threadsafe(task.cancel)):
             await asyncio.wait([task])
         if task.cancelled():
             return RankGroups(stopped=True)
         if error := task.exception():
             if not isinstance(error, Exception):
                 raise error
-            text = text_of(error)
-            return RankGroups(error=text)
+            return RankGroups(error=text_of(error))
         return RankGroups(task.result())
