@@ -114,7 +114,14 @@ class Collector:
             parts = [slice(i, i + at_once) for i in range(0, len(problems), at_once)]
             collected = [await self.collect(problems[p], group_size, seed_keys[p], on_rollout) for p in parts]
             return [group for groups in collected for group in groups]
-        started = self._take_prepared(problems, group_size) if self._prepared else {}
+        started = dict[int, Started]()
+        for i, group in enumerate(self._prepared):
+            asked = problems[i] if i < len(problems) and len(group.episodes) == group_size else None
+            if asked is not None and (asked.id, asked.input) == (group.problem.id, group.problem.input):
+                started[i] = group
+            else:
+                self._abandon(group)
+        self._prepared.clear()
         opening: dict[int, asyncio.Task[Started]] = {}
         for i, problem in enumerate(problems[:at_once]):
             if i not in started:
@@ -179,18 +186,6 @@ class Collector:
         """Discard prepared groups that will not be collected."""
         self._abandon(*self._prepared)
         self._prepared.clear()
-
-    def _take_prepared(self, problems: Sequence[Problem], group_size: int) -> dict[int, Started]:
-        """The prepared groups that are those of the problems, by number; the others are closed."""
-        asked = [(problem.id, problem.input, group_size) for problem in problems]
-        taken = dict[int, Started]()
-        for i, group in enumerate(self._prepared):
-            if [(group.problem.id, group.problem.input, len(group.episodes))] == asked[i : i + 1]:
-                taken[i] = group
-            else:
-                self._abandon(group)
-        self._prepared.clear()
-        return taken
 
     async def _open(self, problem: Problem, group_size: int) -> Started:
         opened = await self.runner.open(self._opener, problem, group_size)
@@ -318,9 +313,14 @@ def any_good(groups: Sequence[Group]) -> bool:
 
 def require_one_good(groups: Sequence[Group]) -> None:
     """Raise if every attempt failed: there is nothing to learn or to report."""
-    if not any_good(groups):
-        first = next(r.error for group in groups for r in group.rollouts)
-        kind = NotFiniteError if first and NOT_FINITE in first else TrainingError
+    first: str | None = None
+    for group in groups:
+        for rollout in group.rollouts:
+            if rollout.error is None:
+                return
+            first = first or rollout.error
+    if first is not None:
+        kind = NotFiniteError if NOT_FINITE in first else TrainingError
         raise kind(f"every rollout failed; the first error was {first}")
 
 
