@@ -185,7 +185,7 @@ class TorchRanks(Ranks):
             own = text_of(error)
             lost = (self.lost or "").partition(": ")[2] or self.lost or ""
             reason = own if lost in own else f"{self.lost}. {own}"
-            self._liveness.broadcast(failed=f"rank {self.rank}: {reason}")
+            self._liveness.broadcast(f"rank {self.rank}: {reason}")
             self._is_guarding = False
             raise RankFailed(reason) from error
         else:
@@ -198,7 +198,7 @@ class TorchRanks(Ranks):
         """Stop, with all ranks, where they next agree."""
         if not self.stop_requested:
             self.stop_requested = True
-            self._liveness.broadcast(stop=True)
+            self._liveness.broadcast()
             self._cancel()
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class TorchRanks(Ranks):
             return
         self.lost = reason
         self._was_lost.set()
-        self._liveness.broadcast(failed=reason)  # the others see only the first rank
+        self._liveness.broadcast(reason)  # the others see only the first rank
         self._cancel()
         threading.Timer(GRACE_S, self._end).start()
 
@@ -251,64 +251,57 @@ class Liveness:
 
     def meet(self, gather: Callable[..., list[Any]], size: int, host: str, loopback: bool) -> None:
         """Connect the first rank, at `host`, with the others."""
-        server: socket.socket | None = None
-        address: tuple[str, int, str] | None = None
-        if self._rank == 0:
-            server = socket.create_server(("127.0.0.1" if loopback else "", 0), backlog=_BACKLOG)
-            server.settimeout(_JOIN_S)
-            address = host, server.getsockname()[1], secrets.token_urlsafe(16)
-        host, port, token = gather(address, tuple[str, int, str] | None)[0]
-        if server is None:
+        names = gather(f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()})", str)
+        if self._rank:
+            host, port, token = gather(None, tuple[str, int, str] | None)[0]
             peer = socket.create_connection((host, port), _JOIN_S)
-            _send(peer, {"token": token, "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname()})
-            self._follow(peer, peer.makefile("rb"), "rank 0")
-        while server is not None and len(self._peers) < size - 1:
-            peer, _ = server.accept()
-            peer.settimeout(_JOIN_S)
-            lines = peer.makefile("rb")
-            hello = _read_line(lines)
-            if hello.get("token") == token:
-                self._follow(peer, lines, f"rank {hello['rank']} (process {hello['pid']} on {hello['host']})")
-        if server is not None:
-            server.close()
+            _send(peer, f"{token}/{self._rank}")
+            self._follow(peer, peer.makefile("rb"), names[0])
+        else:
+            with socket.create_server(("127.0.0.1" if loopback else "", 0), backlog=_BACKLOG) as server:
+                server.settimeout(_JOIN_S)
+                token = secrets.token_urlsafe(16)
+                gather((host, server.getsockname()[1], token), tuple[str, int, str] | None)
+                while len(self._peers) < size - 1:
+                    peer, _ = server.accept()
+                    peer.settimeout(_JOIN_S)
+                    lines = peer.makefile("rb")
+                    said, _, rank = str(_read(lines)).partition("/")
+                    if said == token:
+                        self._follow(peer, lines, names[int(rank)])
         gather(None)
 
-    def broadcast(self, **message: Any) -> None:
-        """Send to all that are connected."""
+    def broadcast(self, reason: str = "") -> None:
+        """Send a reason to end to all that are connected, or that they should stop."""
         with self._lock:
             for peer in self._peers:
-                _send(peer, message)
+                _send(peer, reason)
 
-    def _follow(self, peer: socket.socket, lines: Any, who: str) -> None:
+    def _follow(self, peer: socket.socket, lines: Any, name: str) -> None:
         peer.settimeout(None)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # for a machine that is gone
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        for option, value in _KEEPALIVE.items():
+            if hasattr(socket, option):
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self._peers.append(peer)
-        threading.Thread(target=self._read, args=(lines, who), daemon=True, name="liveness").start()
+        threading.Thread(target=self._listen, args=(lines, name), daemon=True, name="liveness").start()
 
-    def _read(self, lines: Any, who: str) -> None:
-        while message := _read_line(lines):
-            if "stop" in message:
-                self._on_stop()
-            elif "failed" in message:
-                self._on_lost(str(message["failed"]))
+    def _listen(self, lines: Any, name: str) -> None:
+        while (reason := _read(lines)) is not None:
+            self._on_lost(str(reason)) if reason else self._on_stop()
         self._on_lost(
-            f"{who} ended without a word; it was killed (by the system, if memory ran out), or its machine is gone"
+            f"{name} ended without a word; it was killed (by the system, if memory ran out), or its machine is gone"
         )
 
 
-def _send(peer: socket.socket, message: dict[str, Any]) -> None:
-    try:
-        peer.sendall(json.dumps(message).encode() + b"\n")
-    except OSError:  # it is gone, which its own thread notices
-        return
+def _send(peer: socket.socket, text: str) -> None:
+    with suppress(OSError):  # it is gone, which its own thread notices
+        peer.sendall(json.dumps(text).encode() + b"\n")
 
 
-def _read_line(lines: Any) -> dict[str, Any]:
-    """Empty at the end, or where something else talks to the port."""
+def _read(lines: Any) -> Any:
+    """What `_send` sent; None at the end, or where something else talks to the port."""
     try:
-        return dict(json.loads(lines.readline(_MAX_LINE) or b"{}"))
-    except (OSError, ValueError, TypeError):
-        return {}
+        return json.loads(lines.readline(_MAX_LINE) or b"null")
+    except (OSError, ValueError):
+        return None
