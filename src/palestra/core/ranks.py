@@ -54,7 +54,7 @@ class Ranks:
         return work()
 
     @contextmanager
-    def interruptible(self, cancel: Callable[[], None]) -> Iterator[None]:
+    def interruptible(self, cancel: Callable[[], object]) -> Iterator[None]:
         """Call `cancel`, in any thread, when this rank is asked to stop or loses another one in the meantime."""
         yield
 

@@ -42,9 +42,9 @@ class Runner:
     in_batches = False  # whether `begin` gets all groups that may be open, before any is attempted
     runs_programs = False  # whose number it limits itself, and none of which outlives the step
     # Called, if there is one, for the groups that were opened together; it may give them errors.
-    begin: Callable[[Any, Sequence[Started]], Awaitable[None]] | None = None
+    begin: Callable[[Sequence[Started]], Awaitable[None]] | None = None
     # Metrics of a group that was attempted, if there are any.
-    metrics: Callable[[Any, Started, Group], Mapping[str, Any]] | None = None
+    metrics: Callable[[Started, Group], Mapping[str, Any]] | None = None
 
     async def open(self, opener: Opener, problem: Problem, count: int) -> list[Episode] | NotOpened:
         return await opener.open(problem, count)

@@ -74,7 +74,7 @@ class TorchRanks(Ranks):
         self.lost: str | None = None  # why another rank is gone
         self._timeout_s = timeout_s
         self._is_guarding = True  # a rank that ends now has failed
-        self._cancel: Callable[[], None] = lambda: None
+        self._cancel: Callable[[], object] = lambda: None
         self._on_end: Callable[[str], None] = lambda reason: None
         self._was_lost = threading.Event()
         if not self.is_first:
@@ -141,7 +141,7 @@ class TorchRanks(Ranks):
                 value = work()
             except Exception as error:
                 failure = error
-        expected = tuple[Optional[kind], str | None]  # type: ignore[valid-type]  # noqa: UP045  # kind may be None
+        expected = tuple[Optional[kind], str | None]  # noqa: UP045  # kind may be None
         found, reason = self.gather((value, None if failure is None else str(failure)), expected)[0]
         if failure is not None:
             raise failure
@@ -161,7 +161,7 @@ class TorchRanks(Ranks):
                 )
 
     @contextmanager
-    def interruptible(self, cancel: Callable[[], None]) -> Iterator[None]:
+    def interruptible(self, cancel: Callable[[], object]) -> Iterator[None]:
         self._cancel = cancel
         try:
             if self.stop_requested or self.lost:
