@@ -234,6 +234,26 @@ def test_no_module_imports_itself_through_others() -> None:
     assert not below, f"these import each other in a cycle: {sorted(below)}"
 
 
+# file -> why it may import a module that makes objects of any class out of bytes
+PICKLES = {
+    "extras/ranks/sharding.py": "reads the metadata of torch's checkpoints, with a list of the names that it may hold",
+    "extras/ray/rollout_actor.py": "sends the recipe of a rollout actor, which is the user's code",
+}
+PICKLING = re.compile(
+    r"^\s*(?:from|import)\b.*\b(?:pickle|cloudpickle|dill|shelve|joblib|multiprocessing|ProcessPoolExecutor)\b"
+    r"|gather_object|_object_list\b|allow_pickle=True|weights_only=False",
+    re.MULTILINE,
+)
+
+
+def test_only_the_named_files_pickle() -> None:
+    """Between processes everything is encoded by core/codec.py, or is JSON."""
+    files = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    assert {file for file, text in files.items() if PICKLING.search(text)} <= set(PICKLES)
+    for file, reason in PICKLES.items():
+        assert file not in files or PICKLING.search(files[file]), f"{file} does not pickle: {reason}"
+
+
 def _module(path: Path) -> str:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__")

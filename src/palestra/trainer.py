@@ -248,7 +248,8 @@ class GRPOTrainer:
         loaded = self._load(config)  # a model that cannot be loaded leaves no run folder behind
         if run is None:
             ranks, output_dir = join(config), Path(config.output_dir)
-            run = ranks.from_first(lambda: RunFolder.create(output_dir, self._name, config, record, at=self._folder))
+            create = partial(RunFolder.create, output_dir, self._name, config, record, at=self._folder)
+            run = ranks.from_first(create, RunFolder)
             if not run.has_begun:
                 raise NotFoundError(
                     f"{run.path.absolute()}, which rank 0 has made, is not there on this machine; give an output_dir "

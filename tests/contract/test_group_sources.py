@@ -23,12 +23,13 @@ from served import served
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group
+from palestra.core.weights import Weights
 from palestra.envs.discover import load_env
 from palestra.extras.atropos.protocol import WireClient
 from palestra.extras.atropos.server import trajectory_app
 from palestra.extras.atropos.task import Address, WireSource, WireTask
 from palestra.extras.ray.backend import ActorRecipe
-from palestra.extras.ray.pool import PackedWeights, PoolPolicy, RolloutPool
+from palestra.extras.ray.pool import RolloutPool
 from palestra.models.loading import LoadedModel, load_model
 from palestra.policy.local import LocalPolicy
 from palestra.train.group_queue import GroupQueue
@@ -138,9 +139,9 @@ def actors(room: Room) -> Iterator[Kind]:
 
     def make() -> GroupSource:
         cluster = FakeCluster(build=lambda recipe: recipe.sampler(local))
-        pool = RolloutPool(cluster, 2)
-        pool.update(PackedWeights(0, {}))
-        source = EnvironmentTask(env).source(replace(local, policy=PoolPolicy(pool, recipe=ActorRecipe)))
+        pool = RolloutPool(cluster, 2, recipe_of=ActorRecipe)
+        pool.update(Weights(0, dict))
+        source = EnvironmentTask(env).source(replace(local, policy=pool))
 
         async def one_dies() -> None:
             work = asyncio.create_task(source.collector.collect(env.problems("train")[:1], 2, ["warm-up"]))

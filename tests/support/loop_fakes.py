@@ -18,7 +18,6 @@ from palestra.core.types import Array, Group, Problem, Rollout, Score, Turn
 from palestra.core.weights import Weights
 from palestra.learner.base import noop
 from palestra.policy.base import Policy
-from palestra.rollout.collect import GroupCollector
 from palestra.train.group_source import GroupSource, ProblemSource
 from palestra.train.loop import Training
 from palestra.train.watcher import Watcher
@@ -121,7 +120,7 @@ def attempt(problem: str, reward: float, *, version: int = 0, name: str = "right
 
 
 @dataclass
-class FakeCollector(GroupCollector):
+class FakeCollector:
     """`play` gives the siblings of the problem drawn as number n; by default they differ."""
 
     calls: Calls
@@ -140,6 +139,10 @@ class FakeCollector(GroupCollector):
             Group(p.id, tuple(sampled_by(r, self.policy.version) for r in self.play(n, p.id)))
             for n, p in zip(numbers, problems, strict=True)
         ]
+
+    async def prepare(self, problems: Sequence[Problem], group_size: int) -> None: ...
+
+    def abandon(self) -> None: ...
 
 
 def sampled_by(rollout: Rollout, version: int) -> Rollout:

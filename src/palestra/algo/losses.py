@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -133,10 +133,10 @@ class TokenStats:
                 mine[name] = join(mine[name], value) if name in mine else value
         return added
 
-    def cpu(self) -> TokenStats:
-        """The same, ready to be sent to another process."""
-        all_values = (self.sums, self.maxima, self.counts)
-        return TokenStats(self.tokens, *({name: value.cpu() for name, value in found.items()} for found in all_values))
+    def each(self, function: Callable[[Any], Any]) -> TokenStats:
+        """The same with the results of a function of each tensor."""
+        kinds = (self.sums, self.maxima, self.counts)
+        return TokenStats(self.tokens, *({name: function(x) for name, x in kind.items()} for kind in kinds))
 
     def finish(self) -> dict[str, float]:
         """Means and maxima by name; nothing at all where no token was trained."""

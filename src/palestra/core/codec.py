@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ from msgspec.msgpack import Ext
 from palestra.core.errors import InputError, text_of
 from palestra.core.types import Problem
 
-_TUPLE, _SET, _PAIRS, _INT, _ARRAY = range(1, 6)  # types of msgpack extensions; of arrays of one dimension: the dtype's
+# types of msgpack extensions; arrays of one dimension have that of their dtype
+_TUPLE, _SET, _PAIRS, _INT, _ARRAY, _PATH = range(1, 7)
 _DTYPES = {ord(char): np.dtype(char) for char in "?bBhHiIlLqQefd"}  # that arrays may have
 
 
@@ -85,6 +87,8 @@ def _extension(value: Any) -> Any:
         return Ext(_ARRAY, encode([code, list(value.shape), value.tobytes()]))
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, PurePath):
+        return Ext(_PATH, str(value).encode())
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError
@@ -102,6 +106,8 @@ def _of_extension(code: int, data: memoryview) -> Any:
         return dict(decode(data))
     if code == _INT:
         return int(bytes(data))
+    if code == _PATH:
+        return Path(bytes(data).decode())
     if code != _ARRAY:
         raise TypeError(f"there is no extension {code}")
     code, shape, content = decode(data, tuple[int, list[int], bytes])

@@ -67,7 +67,7 @@ PROVIDES = {
     "several ranks": "ranks.processes",
     "--nproc": "ranks.launch:launch_ranks",
     "learners of several ranks": "ranks.learner:FsdpLearner",
-    "rollouts of several ranks": "ranks.collector:SharedCollector",
+    "rollouts of several ranks": "ranks.rollouts:RolloutRanks",
     "models in shards": "ranks.sharding",
     "vllm.mode": "vllm.open:open_policy",
     "distill.coefficient": "distill.teacher:teacher_of",

@@ -42,16 +42,19 @@ class Ranks:
         """Whether this is the rank that writes files and prints."""
         return self.rank == 0
 
-    def gather(self, value: T) -> list[T]:
-        """All-gather: the values of all ranks, by rank, on each of them."""
+    def gather(self, value: T, kind: Any = None) -> list[T]:
+        """All-gather: the values of all ranks, by rank, on each of them; without a `kind` a barrier.
+
+        `kind` is their type, for `core/codec.py`. A value that it cannot send is an error of every rank.
+        """
         return [value]
 
-    def from_first(self, work: Callable[[], T]) -> T:
-        """Broadcast the result of the first rank; its error is raised on every rank."""
+    def from_first(self, work: Callable[[], T], kind: Any = None) -> T:
+        """Broadcast the result of the first rank, which has this type; its error is raised on every rank."""
         return work()
 
     @contextmanager
-    def interruptible(self, cancel: Callable[[], None]) -> Iterator[None]:
+    def interruptible(self, cancel: Callable[[], object]) -> Iterator[None]:
         """Call `cancel`, in any thread, when this rank is asked to stop or loses another one in the meantime."""
         yield
 

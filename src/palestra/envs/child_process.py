@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import selectors
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from palestra.core import children
+from palestra.core.codec import CodecError, decode, encode, exact
 
 _CHILD = Path(__file__).with_name("child.py")
 _MAX_REPLY_BYTES = 64 * 2**20
@@ -58,6 +58,10 @@ class ChildProcess:
     def ask(self, function: str, timeout_s: float, **arguments: Any) -> Any:
         """The value that a function returns; ChildFailed with the reason where it returns none."""
         self._number += 1
+        try:
+            literal = ascii(decode(encode(exact(arguments))))  # of plain values: scalars of numpy have no literal
+        except CodecError as error:
+            raise ChildFailed(str(error)) from None
         if self._process is None:
             functions, python, env, cwd = self._options
             stderr = subprocess.DEVNULL if self._stderr is None else self._stderr
@@ -67,7 +71,7 @@ class ChildProcess:
         assert isinstance(process.stdin, io.TextIOWrapper)
         assert process.stdout is not None
         try:
-            process.stdin.buffer.write(pickle.dumps((self._number, function, arguments)))
+            process.stdin.buffer.write(f"{self._number} {function} {literal}\n".encode())
             process.stdin.buffer.flush()
             reply = json.loads(_read_line(process.stdout.fileno(), timeout_s))
             if reply["number"] == self._number:

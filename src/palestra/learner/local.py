@@ -101,7 +101,7 @@ def explain_not_finite(pending: Sequence[LocalOutputs], loss: float, grad_norm: 
             sums.index_add_(0, row, token_loss.float())
         guilty.update(outputs.batch.groups[(~sums.isfinite()).cpu().numpy()].tolist())
         everyone.update(outputs.batch.groups.tolist())
-    guilty, everyone = (set[int]().union(*ranks.gather(groups)) for groups in (guilty, everyone))
+    guilty, everyone = (set[int]().union(*ranks.gather(groups, set[int])) for groups in (guilty, everyone))
     groups = guilty or everyone
     what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
     return (
@@ -350,7 +350,7 @@ class LocalLearner:
             self.discard_gradients()
             raise
         own_loss, grad_norm = checks.tolist()
-        loss = sum(self._ranks.gather(own_loss))
+        loss = own_loss if self._ranks.size == 1 else sum(self._ranks.gather(own_loss, float))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.discard_gradients()
             raise NotFiniteError(explain_not_finite(pending, loss, grad_norm, self._ranks))
@@ -412,9 +412,9 @@ class LocalLearner:
         if known is not None and known[0] == echo:
             return known[1]
         packed = self._packed(batch, echo=echo)
-        # Every rank takes as many passes, since each gathers the shards of all.
-        for _ in range(max(self._ranks.gather(len(packed))) - len(packed)):
-            packed.append(on_device(nothing_scored(), self.device))
+        if self._ranks.size > 1:  # every rank takes as many passes, since each gathers the shards of all
+            for _ in range(max(self._ranks.gather(len(packed), int)) - len(packed)):
+                packed.append(on_device(nothing_scored(), self.device))
         self._packings[batch] = echo, packed
         return packed
 

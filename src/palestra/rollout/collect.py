@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,30 +25,6 @@ START_BATCH_ROLLOUTS = 128
 YIELDS_PER_BATCH = 4  # of the event loop: the first of them are being sampled then
 
 
-class GroupCollector:
-    """Collects groups for problems: here, in other processes, or on other machines."""
-
-    async def collect(
-        self,
-        problems: Sequence[Problem],
-        group_size: int,
-        seed_keys: Sequence[str],
-        on_rollout: OnRollout = lambda r: None,
-    ) -> list[Group]:
-        """One group per problem, in this order. Equal seed keys give equal rollouts."""
-        raise NotImplementedError
-
-    def groups_at_once(self, group_size: int) -> int:
-        """Maximum number of groups in flight."""
-        raise NotImplementedError
-
-    async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
-        """Do the work that needs no policy for the next problems of `collect`, if there is any."""
-
-    def abandon(self) -> None:
-        """Discard prepared groups that will not be collected."""
-
-
 @dataclass(slots=True)
 class Started:
     """A group whose attempts can begin, unless it has an error; nothing is sampled yet. `state` is the runner's."""
@@ -65,12 +41,13 @@ class Runner:
 
     in_batches = False  # whether `begin` gets all groups that may be open, before any is attempted
     runs_programs = False  # whose number it limits itself, and none of which outlives the step
+    # Called, if there is one, for the groups that were opened together; it may give them errors.
+    begin: Callable[[Sequence[Started]], Awaitable[None]] | None = None
+    # Metrics of a group that was attempted, if there are any.
+    metrics: Callable[[Started, Group], Mapping[str, Any]] | None = None
 
     async def open(self, opener: Opener, problem: Problem, count: int) -> list[Episode] | NotOpened:
         return await opener.open(problem, count)
-
-    async def begin(self, groups: Sequence[Started]) -> None:
-        """Called once for the groups that were opened together; it may give them errors."""
 
     def start(self, group: Started) -> None:
         """Called before the attempts of each group; a PalestraError fails the group."""
@@ -78,10 +55,6 @@ class Runner:
     async def attempt(self, group: Started, i: int, seed_key: str) -> Rollout:
         """The attempt of sibling i, with the scores of its episode. What fails it is recorded on the rollout."""
         raise NotImplementedError
-
-    def metrics(self, started: Started, group: Group) -> Mapping[str, Any]:
-        """Metrics of a group that was attempted."""
-        return {}
 
     def close(self, group: Started) -> None:
         """Free what `start` has taken, whether or not there were attempts."""
@@ -108,7 +81,7 @@ class AgentLoop(Runner):
 
 
 @dataclass(frozen=True, slots=True)
-class Collector(GroupCollector):
+class Collector:
     """Problems -> groups of scored attempts by a runner in this process."""
 
     environment: Environment
@@ -130,18 +103,21 @@ class Collector(GroupCollector):
         group_size: int,
         seed_keys: Sequence[str],
         on_rollout: OnRollout = lambda r: None,
-        on_group: Callable[[int, Group], None] = lambda i, g: None,
+        on_group: Callable[[int, Group], None] | None = None,
     ) -> list[Group]:
-        """As the base class; `on_group` gets the number of each problem and its group when that is complete."""
+        """One group per problem, in this order. Equal seed keys give equal rollouts.
+
+        `on_group` gets the number of each problem and its group when that is complete.
+        """
         at_once = len(problems) if self.runner.runs_programs else self.groups_at_once(group_size)
         if self.runner.in_batches and len(problems) > at_once:
             parts = [slice(i, i + at_once) for i in range(0, len(problems), at_once)]
             collected = [await self.collect(problems[p], group_size, seed_keys[p], on_rollout) for p in parts]
             return [group for groups in collected for group in groups]
         started = dict[int, Started]()
-        asked = [(problem.id, problem.input, group_size) for problem in problems]
         for i, group in enumerate(self._prepared):
-            if [(group.problem.id, group.problem.input, len(group.episodes))] == asked[i : i + 1]:
+            asked = problems[i] if i < len(problems) and len(group.episodes) == group_size else None
+            if asked is not None and (asked.id, asked.input) == (group.problem.id, group.problem.input):
                 started[i] = group
             else:
                 self._abandon(group)
@@ -157,7 +133,8 @@ class Collector(GroupCollector):
                 if i not in started:
                     started[i] = await self._open(problem, group_size)
                 group = await self._group(started.pop(i), group_size, key, on_rollout)
-            on_group(i, group)
+            if on_group is not None:
+                on_group(i, group)
             return group
 
         tasks: list[asyncio.Task[Group]] = []
@@ -166,7 +143,8 @@ class Collector(GroupCollector):
                 await asyncio.wait(opening.values())
                 started |= {i: task.result() for i, task in opening.items()}
                 opening.clear()
-            await self.runner.begin([group for group in started.values() if group.error is None])
+            if self.runner.begin is not None:
+                await self.runner.begin([group for group in started.values() if group.error is None])
             with hosting(self.host):
                 batch = max(1, START_BATCH_ROLLOUTS // group_size)
                 for i, (problem, key) in enumerate(zip(problems, seed_keys, strict=True)):
@@ -183,7 +161,8 @@ class Collector(GroupCollector):
                 task.cancel()
             if self.runner.runs_programs:
                 await asyncio.gather(*tasks, return_exceptions=True)
-            self._abandon(*started.values(), *opening.values())
+            if started or opening:
+                self._abandon(*started.values(), *opening.values())
 
     async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
         """Open the next step's episodes early, unless that is slow: containers and servers are held only in use."""
@@ -204,6 +183,7 @@ class Collector(GroupCollector):
             self._abandon(*opening)
 
     def abandon(self) -> None:
+        """Discard prepared groups that will not be collected."""
         self._abandon(*self._prepared)
         self._prepared.clear()
 
@@ -225,6 +205,7 @@ class Collector(GroupCollector):
         close_now(episodes)
 
     def groups_at_once(self, group_size: int) -> int:
+        """Maximum number of groups in flight."""
         limit = getattr(self.environment, "max_episodes", None)
         if limit is not None and limit < group_size:
             raise ResourceError(
@@ -261,7 +242,9 @@ class Collector(GroupCollector):
                 weights, columns = self.environment.reward_weights, started.columns
                 group = await self.rewards.reward(problem, rollouts, episodes, weights, columns)
                 lengths = length_metrics(group.rollouts, calls.judges) if calls.judges else {}
-                metrics = {**group.metrics, **calls.counts, **lengths, **self.runner.metrics(started, group)}
+                metrics = {**group.metrics, **calls.counts, **lengths}
+                if self.runner.metrics is not None:
+                    metrics.update(self.runner.metrics(started, group))
                 return replace(group, metrics=metrics)
             finally:
                 for task in tasks:
@@ -276,13 +259,13 @@ class Collector(GroupCollector):
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteCollector(GroupCollector):
-    """Groups made elsewhere, for training or for evaluations: by worker processes, or by actors of a cluster.
+class RemoteCollector:
+    """Groups made elsewhere, for training or for evaluations: by worker processes, ranks, or actors of a cluster.
 
     `open_groups` is how many groups of a size each of them may have open.
     """
 
-    remote: Any  # RolloutWorkers, or the RolloutPool of `backend: ray`
+    remote: Any  # RolloutWorkers, RolloutRanks, or the RolloutPool of `backend: ray`
     training: bool
     open_groups: Callable[[int], int]
 
@@ -294,10 +277,7 @@ class RemoteCollector(GroupCollector):
         on_rollout: OnRollout = lambda r: None,
     ) -> list[Group]:
         at_once = self.open_groups(group_size)
-        groups: list[Group] = await self.remote.collect(
-            self.training, problems, group_size, seed_keys, at_once, on_rollout
-        )
-        return groups
+        return await self.remote.collect(self.training, problems, group_size, seed_keys, at_once, on_rollout)
 
     async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
         await self.remote.prepare(problems, group_size)
@@ -307,6 +287,9 @@ class RemoteCollector(GroupCollector):
 
     def groups_at_once(self, group_size: int) -> int:
         return self.open_groups(group_size) * len(self.remote)
+
+
+GroupCollector = Collector | RemoteCollector
 
 
 async def scored_together(
@@ -336,9 +319,14 @@ def any_good(groups: Sequence[Group]) -> bool:
 
 def require_one_good(groups: Sequence[Group]) -> None:
     """Raise if every attempt failed: there is nothing to learn or to report."""
-    if not any_good(groups):
-        first = next(r.error for group in groups for r in group.rollouts)
-        kind = NotFiniteError if first and NOT_FINITE in first else TrainingError
+    first: str | None = None
+    for group in groups:
+        for rollout in group.rollouts:
+            if rollout.error is None:
+                return
+            first = first or rollout.error
+    if first is not None:
+        kind = NotFiniteError if NOT_FINITE in first else TrainingError
         raise kind(f"every rollout failed; the first error was {first}")
 
 

@@ -74,7 +74,7 @@ def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], Non
     except (OSError, RuntimeError, SafetensorError, RankFailed) as error:  # a full disk is each, by who was writing
         system = error.__context__ if isinstance(error.__context__, OSError) else error  # torch raises its own then
         failure, reason = error, getattr(system, "strerror", None) or str(error)
-    if reasons := [text for text in ranks.gather(reason) if text is not None]:
+    if reasons := [text for text in ranks.gather(reason, str | None) if text is not None]:
         raise StorageError(
             f"the checkpoint {folder} could not be written ({reasons[0]}); earlier checkpoints are whole. Free some "
             "space, or make the folder writable"

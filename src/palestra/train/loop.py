@@ -366,7 +366,8 @@ class Training:
         if self.checkpoints is None or not is_due:
             return
         least = self.checkpoint_bytes + self.model_bytes
-        if self.ranks.from_first(partial(has_room, self.checkpoints, self.state.step, least, self.watcher.warn)):
+        room = partial(has_room, self.checkpoints, self.state.step, least, self.watcher.warn)
+        if self.ranks.from_first(room, bool):
             with deferred_interrupts(), self._warns_if_unwritable():
                 self.checkpoint(reward)
 

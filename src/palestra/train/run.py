@@ -112,7 +112,8 @@ class Run:
         watcher = (watcher or Watcher()) if ranks.is_first else SilentWatcher()
         resume_from = None
         if resume is not None:
-            resume_from = ranks.from_first(partial(choose_checkpoint, folder, resume.checkpoint, watcher.note))
+            choice = partial(choose_checkpoint, folder, resume.checkpoint, watcher.note)
+            resume_from = ranks.from_first(choice, tuple[Path, TrainState] | None)
             config = resume.config(config, resume_from[1].stage_steps if resume_from else 0)
         check_trackers(config.track)
         objective = objective or CustomObjective.of(config.train)
@@ -220,7 +221,7 @@ class Run:
             # whether the run was killed during the evaluation that was due after its checkpoint
             step = training.state.step
             is_due = self.resume_from is not None and training.evaluates_after(step)
-            lacks_evaluation = ranks.from_first(lambda: is_due and not self._is_evaluated(step))
+            lacks_evaluation = ranks.from_first(lambda: is_due and not self._is_evaluated(step), bool)
             self.stages.run(self._evaluate_between if self.evaluator else None, lacks_evaluation, self._score_stage)
             try:
                 path = self.model_path or self._save_model()  # already saved, unless no step was left
@@ -234,7 +235,7 @@ class Run:
             events = (*training.state.safety.events, *choice)
             findings = self._findings(metrics, after, choice)
             report = partial(write_report, self.folder, before, after, metrics, seconds, findings)
-            page = ranks.from_first(partial(report, device=gpu_name(self.backend.model)))
+            page = ranks.from_first(partial(report, device=gpu_name(self.backend.model)), Path)
         model, tokenizer = self.backend.model, self.backend.tokenizer
         return Outcome(model, tokenizer, path, before, after, metrics, seconds, page, findings, events)
 
@@ -262,7 +263,7 @@ class Run:
         """Save the final model, before its checkpoint and the last evaluation can fill the disk or fail."""
         self.training.watcher.busy("saving the model")
         save = partial(self.backend.save_model, self.folder.model, self.folder.record)
-        self.model_path = path = self.training.ranks.from_first(save)
+        self.model_path = path = self.training.ranks.from_first(save, Path)
         return path
 
     def _open_records(self) -> None:

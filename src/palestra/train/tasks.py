@@ -142,7 +142,10 @@ class EnvironmentTask:
             workers = parts.workers[0]
             of_each: Callable[[int], int] = lambda size: max(1, collector.groups_at_once(size) // len(workers))  # noqa: E731
             return RemoteCollector(workers, training, of_each)
-        return collector if parts.ranks.size == 1 else provided("rollouts of several ranks")(collector, parts.ranks)
+        if parts.ranks.size > 1:
+            ranks = provided("rollouts of several ranks")(parts.ranks, collector)
+            return RemoteCollector(ranks, training, collector.groups_at_once)
+        return collector
 
     def _agent_collector(self, parts: Parts, *, training: bool) -> Collector:
         """Our agent loop, with the reward functions."""

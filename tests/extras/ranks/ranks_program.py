@@ -37,11 +37,12 @@ from palestra.core.errors import PalestraError
 from palestra.core.ranks import Ranks, join
 from palestra.core.types import Group, Problem, Rollout
 from palestra.engine.routing import ExpertRouting
-from palestra.extras.ranks.collector import SharedCollector
 from palestra.extras.ranks.learner import FsdpLearner, share_of_rows
 from palestra.extras.ranks.processes import TorchRanks
+from palestra.extras.ranks.rollouts import RolloutRanks
 from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
+from palestra.rollout.collect import RemoteCollector
 
 STEPS = 5
 Weights = dict[str, torch.Tensor]
@@ -227,8 +228,8 @@ def load(ranks: TorchRanks, folder: Path) -> dict[str, float]:
 class Collecting:
     """A collector that calls `play` with the number of each problem."""
 
-    def __init__(self, play: Callable[[str], Any]) -> None:
-        self.play = play
+    def __init__(self, play: Callable[[str], Any], info: dict[str, Any]) -> None:
+        self.play, self.info = play, info
 
     async def collect(
         self, problems: Sequence[Problem], group_size: int, seed_keys: Sequence[str], on_rollout: Any = None
@@ -237,18 +238,15 @@ class Collecting:
         for problem, key in zip(problems, seed_keys, strict=True):
             if wait := self.play(problem.id):
                 await asyncio.sleep(wait)
-            rollout = Rollout(key, (), (), "answered", reward=float(os.getpid()))
+            rollout = Rollout(key, (), (), "answered", reward=float(os.getpid()), info=self.info)
             on_rollout(rollout)
             groups.append(Group(problem.id, (rollout,)))
         return groups
 
-    def groups_at_once(self, group_size: int) -> int:
-        return 1
 
-
-def collect(ranks: TorchRanks, play: Callable[[str], Any] = lambda problem: None) -> dict[str, Any]:
+def collect(ranks: TorchRanks, play: Callable[[str], Any] = lambda problem: None, info: Any = None) -> dict[str, Any]:
     problems, seen = [Problem(str(i), "") for i in range(5)], []
-    collector = SharedCollector(Collecting(play), ranks)
+    collector = RemoteCollector(RolloutRanks(ranks, Collecting(play, info or {})), True, lambda size: 1)  # type: ignore[arg-type]
     groups = asyncio.run(collector.collect(problems, 1, [f"0/{p.id}" for p in problems], seen.append))
     whose = [group.rollouts[0].reward for group in groups]
     keys = [group.rollouts[0].problem_id for group in groups]
@@ -299,6 +297,24 @@ def raises(ranks: TorchRanks, folder: Path) -> str:
         ranks.gather(None)
 
     return failure(work, ranks)
+
+
+def unsendable(ranks: TorchRanks, folder: Path) -> list[str]:
+    """What cannot be sent: a value and a group of the last rank, and what the first one has made."""
+    last = ranks.rank == ranks.size - 1
+    tries: list[Callable[[], Any]] = [
+        lambda: ranks.gather({"handle": open} if last else {}, dict[str, Any]),
+        lambda: collect(ranks, info={"handle": open} if last else {}),
+        lambda: ranks.from_first(lambda: {"handle": open}, dict[str, Any]),
+    ]
+    found = []
+    for work in tries:
+        try:
+            work()
+        except PalestraError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    assert ranks.gather(ranks.rank, int) == list(range(ranks.size)), "they can go on together"
+    return found
 
 
 def failure(work: Callable[[], Any], ranks: TorchRanks, on_end: Any = lambda reason: None) -> str:

@@ -103,7 +103,7 @@ from pathlib import Path
 from palestra.core.config import RunConfig
 from palestra.core.ranks import join
 ranks = join(RunConfig.build({"model.device": "cpu"}))
-assert ranks.gather(ranks.rank) == [0, 1]
+assert ranks.gather(ranks.rank, int) == [0, 1]
 names = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
 sockets = {os.readlink(name) for name in names if os.path.exists(name)}
 rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/self/net", name).read_text().splitlines()[1:]]

@@ -18,7 +18,7 @@ from ranks_program import STEPS, apart, local, take_step, weights_of
 
 PROGRAM = Path(__file__).with_name("ranks_program.py")
 FAMILIES = ("experts", "hybrid")
-SCENARIOS = ("full", "lora", *FAMILIES, "root", "shares", "stop", "killed", "stuck", "raises", "differ")
+SCENARIOS = ("full", "lora", *FAMILIES, "root", "shares", "unsendable", "stop", "killed", "stuck", "raises", "differ")
 
 
 def run_ranks(forkserver: Forkserver, count: int, folder: Path, *scenarios: str) -> dict[str, Any]:
@@ -140,6 +140,14 @@ def test_checkpoints_of_one_two_and_three_ranks_load_on_three_and_on_two(
 def test_every_rank_gets_all_groups_in_the_order_and_with_the_seeds_of_one_process(two: dict[str, Any]) -> None:
     keys = [f"0/{i}" for i in range(5)]
     assert two["shares"]["ranks"] == [{"ids": list("01234"), "keys": keys, "whose": 2, "seen": 5}] * 2
+
+
+def test_what_one_rank_cannot_send_is_named_on_every_rank(two: dict[str, Any]) -> None:
+    for found in two["unsendable"]["ranks"]:
+        value, group, work = found
+        assert value.startswith("CodecError: rank 1: ['handle'] is a builtin_function_or_method, which cannot be sent")
+        assert "rank 1: .groups[0].rollouts[0].info['handle'] is a builtin" in group
+        assert "rank 0: [0]['handle'] is a builtin" in work
 
 
 def test_a_request_to_stop_that_reaches_one_rank_stops_all_in_the_middle_of_their_rollouts(two: dict[str, Any]) -> None:

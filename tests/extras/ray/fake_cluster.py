@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from palestra.core.types import Group
-from palestra.extras.ray.pool import ActorLost, GroupJob, GroupSampler, PackedWeights, Recipe, read_group
+from palestra.core.codec import decode
+from palestra.extras.ray.pool import ActorLost, GroupJob, GroupSampler, PackedWeights, Recipe
 
 
 class FakeActor:
@@ -33,16 +33,15 @@ class FakeActor:
         assert self.sampler is not None
         self.sampler.update(shared)
 
-    async def sample(self, job: GroupJob) -> Group:
+    async def sample(self, job: bytes) -> bytes | str:
         assert self.sampler is not None
         work = asyncio.ensure_future(self.sampler.sample(job))
         await asyncio.wait({work, self.died}, return_when=asyncio.FIRST_COMPLETED)
         if self.died.done():
             work.cancel()
             raise ActorLost("it was killed")
-        group = read_group(await work)
-        self.sampled.append(job.seed_key)
-        return group
+        self.sampled.append(decode(job, GroupJob).seed_key)
+        return await work
 
     def kill(self) -> None:
         self.died.set_result(None)

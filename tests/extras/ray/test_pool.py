@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from palestra.core.codec import CodecError
 from palestra.core.errors import PalestraError, ResourceError, ServiceError, UnsupportedError
 from palestra.core.types import Group, Problem, Rollout, Turn
 from palestra.core.weights import Weights
@@ -18,8 +20,6 @@ from palestra.extras.ray import pool as pool_module
 from palestra.extras.ray.pool import (
     MAX_LOSSES,
     GroupSampler,
-    PackedWeights,
-    PoolPolicy,
     RolloutPool,
     pack,
     unpack,
@@ -68,13 +68,13 @@ class Room:
         self.fails: Exception | None = None
         self.pool = RolloutPool(self.cluster, size, needs="1 CPU", **options)
         self.pool.recipe = self.recipe
-        self.pool.update(PackedWeights(1, {}))
+        self.pool.update(Weights(1, dict))
 
     def recipe(self) -> GroupSampler:
         policy: Any = Policy()
         collector = SlowCollector(policy, self.pace)
         collector.fails = self.fails
-        return GroupSampler(policy, collector, collector)
+        return GroupSampler(policy, {True: collector, False: collector})
 
     @property
     def collector(self) -> RemoteCollector:
@@ -136,7 +136,7 @@ def test_groups_come_in_the_order_of_their_problems_evenly_from_actors_that_a_cl
     room.pace.set()
     assert tokens(runner.run(room.collect())) == [0, 1, 2, 3, 4, 5]
     assert sorted(len(actor.sampled) for actor in room.cluster.launched) == [3, 3]
-    room.pool.close()
+    room.pool.release()
     assert room.cluster.closed
     assert all(actor.ended for actor in room.cluster.launched)
 
@@ -156,7 +156,7 @@ def test_an_actor_that_finds_room_later_joins_with_the_newest_weights(runner: as
     room.pace.set()
     runner.run(room.collect())
     assert room.pool.actors == 1
-    room.pool.update(PackedWeights(2, {}))
+    room.pool.update(Weights(2, dict))
     room.cluster.room = 2
     runner.run(room.until(lambda: room.pool.actors == 2))
     groups = runner.run(room.collect())
@@ -169,7 +169,7 @@ def test_weights_that_come_while_an_actor_is_built_reach_it_before_its_first_gro
     room.pace.set()
 
     def update() -> None:
-        room.pool.update(PackedWeights(7, {}))  # no actor has joined yet
+        room.pool.update(Weights(7, dict))  # no actor has joined yet
         room.cluster.room = 2
 
     assert room.versions(room.collect_with((lambda: room.cluster.launched, update))) == {7}
@@ -181,7 +181,7 @@ def test_an_actor_that_does_not_take_new_weights_is_replaced(runner: asyncio.Run
     runner.run(room.collect())
     stuck = room.cluster.launched[0]
     room.cluster.refuses_weights = lambda actor: actor is stuck
-    room.pool.update(PackedWeights(2, {}))
+    room.pool.update(Weights(2, dict))
     assert room.versions(runner.run(room.collect())) == {2}
     runner.run(room.until(lambda: stuck.ended))
 
@@ -244,6 +244,12 @@ def test_a_failure_of_the_run_in_an_actor_is_that_of_the_run(runner: asyncio.Run
         runner.run(room.collect())
 
 
+def test_a_problem_that_cannot_be_sent_ends_the_run_with_the_name_of_its_part(runner: asyncio.Runner) -> None:
+    problem = Problem("0", "?", row={"rows": [{"guard": threading.Lock()}]})
+    with pytest.raises(CodecError, match=r"\.problem\.row\['rows'\]\[0\]\['guard'\] is a lock"):
+        runner.run(Room(runner).collector.collect([problem], 2, ["0/0"]))
+
+
 def test_an_actor_that_cannot_be_built_ends_the_run_instead_of_being_tried_for_ever(runner: asyncio.Runner) -> None:
     room = Room(runner)
 
@@ -281,12 +287,13 @@ def test_a_server_is_given_the_weights_once_and_the_actors_its_version(runner: a
     server: Any = Policy()
     room = Room(runner)
     room.pace.set()
-    PoolPolicy(room.pool, server).update(Weights(3, dict))
+    room.pool._server = server
+    room.pool.update(Weights(3, dict))
     assert server.version == 3
     assert room.versions(runner.run(room.collect())) == {3}
 
 
 def test_the_policy_of_a_pool_samples_no_turns(runner: asyncio.Runner) -> None:
-    policy = PoolPolicy(Room(runner).pool)
+    policy = Room(runner).pool
     with pytest.raises(UnsupportedError, match="whole groups"):
         runner.run(policy.sample(policy.open([1]), None))

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from palestra import Agent, EvalSuite, function_tool, measure
+from palestra.core.codec import decode, encode
 from palestra.core.config import RunConfig
+from palestra.core.types import Group
 from palestra.core.weights import Weights
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.extras.ray.backend import ActorRecipe
-from palestra.extras.ray.pool import GroupJob, pack, read_group
+from palestra.extras.ray.pool import GroupJob, pack
 from palestra.models.loading import load_model
 from palestra.policy.local import LocalPolicy
 from palestra.train.tasks import EnvironmentTask, Parts
@@ -54,12 +56,14 @@ def test_an_actor_built_from_a_pickle_samples_the_groups_of_one_process() -> Non
     weights = Weights(5, lambda: dict(loaded.model.named_parameters()))
     with asyncio.Runner() as runner:
         sampler.update(pack(weights))
-        answer = runner.run(sampler.sample(GroupJob(problem, 2, "3/0", training=True)))
+        answer = runner.run(sampler.sample(encode(GroupJob(problem, 2, "3/0", training=True))))
         policy = LocalPolicy(loaded.model, loaded.tokenizer, kv_memory_gib=0.05, self_check=False)
         policy.update(replace(weights, module=loaded.model))
         parts = Parts(config, policy, loaded.tokenizer, runner, Watcher())
-        [expected] = runner.run(ActorRecipe(config, task).sampler(parts).training.collect([problem], 2, ["3/0"]))
-    group = read_group(answer)
+        [expected] = runner.run(
+            ActorRecipe(config, task).sampler(parts).collectors[True].collect([problem], 2, ["3/0"])
+        )
+    group = decode(answer, Group)
     assert [[t.token_ids.tolist() for t in r.turns] for r in group.rollouts] == [
         [t.token_ids.tolist() for t in r.turns] for r in expected.rollouts
     ]

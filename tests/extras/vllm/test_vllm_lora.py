@@ -17,7 +17,7 @@ from palestra.core.config_sections import LoraSection
 from palestra.core.errors import ServiceError, StorageError, UnsupportedError
 from palestra.core.types import SamplingParams
 from palestra.core.weights import Weights
-from palestra.extras.ray.pool import GroupSampler, PackedWeights, PoolPolicy
+from palestra.extras.ray.pool import GroupSampler, PackedWeights, RolloutPool
 from palestra.extras.vllm.common import Adapter, AdapterFolders
 from palestra.extras.vllm.open import save_base
 from palestra.learner.lora import add_lora
@@ -150,15 +150,15 @@ def test_rollout_actors_ask_for_the_adapter_that_the_driver_has_loaded(connect):
     driver, actor = connect(lora_rank=RANK), connect(lora_rank=RANK)
     sent: list[PackedWeights] = []
 
-    class Pool:
-        update, close = sent.append, staticmethod(lambda: None)
+    class Cluster:
+        share, update_all, close = sent.append, staticmethod(lambda *_: []), staticmethod(lambda: None)
 
-    pool_policy = PoolPolicy(Pool(), driver)  # type: ignore[arg-type]
-    pool_policy.update(weights_of(adapted(0), 3))
-    GroupSampler(actor, None, None).update(sent[0])  # type: ignore[arg-type]
+    pool = RolloutPool(Cluster(), 2, server=driver)
+    pool.update(weights_of(adapted(0), 3))
+    GroupSampler(actor, {}).update(sent[0])
     assert turn(actor, SamplingParams(4, seed=1), [5]).versions.tolist() == [3] * 4
     assert actor.served_model == driver.served_model
-    pool_policy.release()
+    pool.release()
     with pytest.raises(ConnectionError):
         turn(actor, SamplingParams(4, seed=1), [5])
 

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ def test_a_group_comes_back_exactly(group: Group) -> None:
     "value",
     [
         (1, (2, [3, ()])), 2**70, -(2**64), -math.inf, {1, 2}, frozenset("a"), {(1, 2): "x", None: 1}, b"\x00",
-        {"a": {"b": [1.0, 1, True]}}, [], {},
+        {"a": {"b": [1.0, 1, True]}}, [], {}, Path("runs/demo"),
     ],
 )  # fmt: skip
 def test_exact_values_keep_their_types(value: Any) -> None:

@@ -1,11 +1,13 @@
 """reasoning-gym's scorers: in a process of their own, and never trusted with more than a number."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from palestra.core.errors import SettingError, UnsupportedError
+from palestra.envs.child_process import ChildFailed, ChildProcess
 from palestra.envs.discover import load_env
 from palestra.extras.environments.reasoning_gym import scorer
 
@@ -40,6 +42,18 @@ def test_an_answer_that_never_ends_scores_0_and_the_next_scorer_sees_no_key_eith
     monkeypatch.setattr(scorer, "_timeout_s", 60.0)
     assert attempt("chain_sum", None, answer_tags=False).passed, "a new process scores the next one"
     assert b"sesame" not in Path(f"/proc/{scorer._child._process.pid}/environ").read_bytes()
+
+
+@pytest.mark.parametrize("task", ["knights_knaves", "binary_matrix"])
+def test_tuples_and_scalars_of_numpy_in_an_entry_reach_its_scorer(task):
+    assert attempt(task, None, answer_tags=False).passed
+
+
+def test_an_entry_that_cannot_be_sent_is_named_and_starts_no_process():
+    child = ChildProcess()
+    with pytest.raises(ChildFailed, match=r"\['entry'\]\['guard'\] is a lock"):
+        child.ask("score", 1.0, entry={"guard": threading.Lock()})
+    assert not child.is_running
 
 
 @pytest.mark.parametrize("task", ["prime_factorization", "boxnet"])

@@ -122,7 +122,7 @@ def test_an_episode_that_does_not_open_is_left_to_the_attempt(world: Prepared, m
 
 
 def test_each_of_several_ranks_prepares_its_own_problems(world: Prepared) -> None:
-    shared = provided("rollouts of several ranks")(world.collector, SimpleNamespace(rank=1, size=2))  # type: ignore[arg-type]
+    shared = provided("rollouts of several ranks")(SimpleNamespace(rank=1, size=2), world.collector)  # type: ignore[arg-type]
     asyncio.run(shared.prepare(PROBLEMS, 2))
     world.collect(PROBLEMS[1], PROBLEMS[3])
     assert [episode.prompt[-1].text for episode in world.environment.episodes] == [

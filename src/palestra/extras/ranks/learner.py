@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batch import Batch
+from palestra.algo.losses import TokenStats
 from palestra.algo.step_loss import Loss
 from palestra.core.config import RunConfig
 from palestra.core.errors import InputError
@@ -53,7 +54,8 @@ class GatheredOutputs:
 
     def metrics(self) -> dict[str, float]:
         found = self._gathered()
-        terms, stats = (reduce(add, (f[name] for f in found)) for name in ("terms", "stats"))
+        terms = reduce(add, (torch.tensor(each["terms"]) for each in found))
+        stats = reduce(add, (TokenStats(**each["stats"]).each(torch.tensor) for each in found))
         metrics = self.own.loss.metrics(terms, stats)
         metrics["tokens_computed"] = sum(f["tokens_computed"] for f in found)
         if peaks := [f["peak_memory_gib"] for f in found if "peak_memory_gib" in f]:
@@ -63,9 +65,14 @@ class GatheredOutputs:
     def _gathered(self) -> list[Any]:
         if not self._all:
             own = self.own
-            found = {"terms": own.terms.cpu(), "stats": own.stats.cpu(), **own.costs()}
-            self._all = self.ranks.gather(found | {"logprobs": own.logprobs(), "entropies": own.entropies()})
+            found = {"terms": _array(own.terms), "stats": own.stats.each(_array), **own.costs()}
+            found |= {"logprobs": own.logprobs(), "entropies": own.entropies()}
+            self._all = self.ranks.gather(found, dict[str, Any])
         return self._all
+
+
+def _array(tensor: Tensor) -> Array:
+    return tensor.cpu().numpy()
 
 
 class FsdpLearner:
@@ -79,7 +86,8 @@ class FsdpLearner:
         frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
         trained = copy.deepcopy(model, dict(frozen))
         self._ranks = ranks
-        sums = ranks.gather(sum(float(p.detach().double().sum()) for p in trained.parameters() if p.requires_grad))
+        own = sum(float(p.detach().double().sum()) for p in trained.parameters() if p.requires_grad)
+        sums = ranks.gather(own, float)
         if len(set(sums)) > 1:
             raise InputError(
                 f"the ranks have loaded different weights (their sums are {', '.join(map(str, sums))}); give all "
@@ -90,7 +98,7 @@ class FsdpLearner:
 
     def forward(self, batch: Batch, *, reference: bool = False) -> Array:
         own = self._local.forward(self._own_rows(batch), reference=reference)
-        return np.concatenate(self._ranks.gather(own))
+        return np.concatenate(self._ranks.gather(own, np.ndarray))
 
     def forward_backward(self, batch: Batch, loss: Loss) -> GatheredOutputs:
         return GatheredOutputs(self._local.forward_backward(self._own_rows(batch), loss), self._ranks)
@@ -113,10 +121,13 @@ class FsdpLearner:
 
     def save(self, folder: Path) -> None:
         """Each rank writes its shards; the first also the model, so that the checkpoint can be loaded as one."""
-        states = self._ranks.gather(learner_state.random_states())  # and the folder is there for all
+        own = learner_state.random_states()
+        arrays = self._ranks.gather([*map(_array, [own["cpu"], *own["cuda"]])], list[np.ndarray])
+        # all have gathered, so the folder is there for all
         save_sharded(folder, self._local.optimizer)
         self.weights(0)
-        whole = {"random_of_ranks": states}
+        states = [list(map(torch.tensor, each)) for each in arrays]
+        whole = {"random_of_ranks": [{"cpu": cpu, "cuda": cuda} for cpu, *cuda in states]}
         self._ranks.from_first(lambda: learner_state.save(folder, self.model, whole))  # a failure is known to all
 
     def load(self, folder: Path) -> None:
@@ -139,7 +150,7 @@ class FsdpLearner:
         if self._ranks.is_first:
             folder.mkdir(parents=True, exist_ok=True)
             learner_state.save_model(folder, self.model)
-        self._ranks.gather(None)
+        self._ranks.gather(None)  # no rank goes on before the files are there
         return folder
 
     def _own_rows(self, batch: Batch) -> Batch:

@@ -15,14 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, Optional, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from palestra.core.codec import CodecError, decode, encode
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, ResourceError, ServiceError, SettingError, text_of
 from palestra.core.ranks import RankFailed, Ranks, RankVariables
+from palestra.core.types import Array
 from palestra.extras.ranks.launch import LAUNCHER, RENDEZVOUS
 
 log = logging.getLogger("palestra")
@@ -71,7 +74,7 @@ class TorchRanks(Ranks):
         self.lost: str | None = None  # why another rank is gone
         self._timeout_s = timeout_s
         self._is_guarding = True  # a rank that ends now has failed
-        self._cancel: Callable[[], None] = lambda: None
+        self._cancel: Callable[[], object] = lambda: None
         self._on_end: Callable[[str], None] = lambda reason: None
         self._was_lost = threading.Event()
         if not self.is_first:
@@ -100,10 +103,17 @@ class TorchRanks(Ranks):
         if launcher := os.environ.get(LAUNCHER):
             threading.Thread(target=self._watch_launcher, args=(int(launcher),), daemon=True).start()
 
-    def gather(self, value: T) -> list[T]:
-        found: list[Any] = [None] * self.size
+    def gather(self, value: T, kind: Any = None) -> list[T]:
         try:
-            dist.all_gather_object(found, value, group=self._group)
+            own, is_error = encode(value), False
+        except CodecError as error:  # sent in place of the value, so that no rank waits for it
+            own, is_error = str(error).encode(), True
+        try:
+            sizes = self._all_gather(np.array([len(own), is_error]))
+            padded = np.zeros(max(size for size, _ in sizes), np.uint8)
+            padded[: len(own)] = np.frombuffer(own, np.uint8)
+            gathered = zip(self._all_gather(padded), sizes, strict=True)
+            contents = [content[:size].tobytes() for content, (size, _) in gathered]
         except RuntimeError as error:
             self._was_lost.wait(2.0)  # a closed connection is often noticed here first
             reason = self.lost or (
@@ -111,9 +121,19 @@ class TorchRanks(Ranks):
                 f"ranks.timeout_s (now {self._timeout_s:g})"
             )
             raise ServiceError(reason) from error
-        return found
+        for rank, (_, is_error) in enumerate(sizes):
+            if is_error:
+                raise CodecError(f"rank {rank}: {contents[rank].decode()}")
+        return [decode(content, kind) for content in contents]
 
-    def from_first(self, work: Callable[[], T]) -> T:
+    def _all_gather(self, array: Array) -> list[Array]:
+        """The arrays of all ranks, which have the same type and shape."""
+        own = torch.from_numpy(array)
+        tensors = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(tensors, own, group=self._group)
+        return [tensor.numpy() for tensor in tensors]
+
+    def from_first(self, work: Callable[[], T], kind: Any = None) -> T:
         value: T | None = None
         failure: Exception | None = None
         if self.is_first:
@@ -121,7 +141,8 @@ class TorchRanks(Ranks):
                 value = work()
             except Exception as error:
                 failure = error
-        found, reason = self.gather((value, None if failure is None else str(failure)))[0]
+        expected = tuple[Optional[kind], str | None]  # noqa: UP045  # kind may be None
+        found, reason = self.gather((value, None if failure is None else str(failure)), expected)[0]
         if failure is not None:
             raise failure
         if reason is not None:
@@ -130,17 +151,17 @@ class TorchRanks(Ranks):
 
     def agree(self, config: RunConfig) -> None:
         """PalestraError unless all ranks were started with the same settings."""
-        first, *others = self.gather({key: config.value(key) for key in config.keys()})  # noqa: SIM118
+        own = {key: repr(config.value(key)) for key in config.keys()}  # noqa: SIM118
+        first, *others = self.gather(own, dict[str, str])
         for rank, settings in enumerate(others, 1):
-            for key, value in settings.items():
-                if value != first[key]:
-                    raise RankFailed(
-                        f"rank {rank} has {key} = {value!r}, and rank 0 {first[key]!r}; start all ranks with the same "
-                        "command"
-                    )
+            if wrong := [key for key in first if settings[key] != first[key]]:
+                raise RankFailed(
+                    f"rank {rank} has {wrong[0]} = {settings[wrong[0]]}, and rank 0 {first[wrong[0]]}; start all ranks "
+                    "with the same command"
+                )
 
     @contextmanager
-    def interruptible(self, cancel: Callable[[], None]) -> Iterator[None]:
+    def interruptible(self, cancel: Callable[[], object]) -> Iterator[None]:
         self._cancel = cancel
         try:
             if self.stop_requested or self.lost:
@@ -164,7 +185,7 @@ class TorchRanks(Ranks):
             own = text_of(error)
             lost = (self.lost or "").partition(": ")[2] or self.lost or ""
             reason = own if lost in own else f"{self.lost}. {own}"
-            self._liveness.broadcast(failed=f"rank {self.rank}: {reason}")
+            self._liveness.broadcast(f"rank {self.rank}: {reason}")
             self._is_guarding = False
             raise RankFailed(reason) from error
         else:
@@ -177,7 +198,7 @@ class TorchRanks(Ranks):
         """Stop, with all ranks, where they next agree."""
         if not self.stop_requested:
             self.stop_requested = True
-            self._liveness.broadcast(stop=True)
+            self._liveness.broadcast()
             self._cancel()
 
     def close(self) -> None:
@@ -196,7 +217,7 @@ class TorchRanks(Ranks):
             return
         self.lost = reason
         self._was_lost.set()
-        self._liveness.broadcast(failed=reason)  # the others see only the first rank
+        self._liveness.broadcast(reason)  # the others see only the first rank
         self._cancel()
         threading.Timer(GRACE_S, self._end).start()
 
@@ -228,66 +249,59 @@ class Liveness:
         self._peers: list[socket.socket] = []
         self._lock = threading.Lock()
 
-    def meet(self, gather: Callable[[Any], list[Any]], size: int, host: str, loopback: bool) -> None:
+    def meet(self, gather: Callable[..., list[Any]], size: int, host: str, loopback: bool) -> None:
         """Connect the first rank, at `host`, with the others."""
-        server: socket.socket | None = None
-        address: tuple[str, int, str] | None = None
-        if self._rank == 0:
-            server = socket.create_server(("127.0.0.1" if loopback else "", 0), backlog=_BACKLOG)
-            server.settimeout(_JOIN_S)
-            address = host, server.getsockname()[1], secrets.token_urlsafe(16)
-        host, port, token = gather(address)[0]
-        if server is None:
+        names = gather(f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()})", str)
+        if self._rank:
+            host, port, token = gather(None, tuple[str, int, str] | None)[0]
             peer = socket.create_connection((host, port), _JOIN_S)
-            _send(peer, {"token": token, "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname()})
-            self._follow(peer, peer.makefile("rb"), "rank 0")
-        while server is not None and len(self._peers) < size - 1:
-            peer, _ = server.accept()
-            peer.settimeout(_JOIN_S)
-            lines = peer.makefile("rb")
-            hello = _read_line(lines)
-            if hello.get("token") == token:
-                self._follow(peer, lines, f"rank {hello['rank']} (process {hello['pid']} on {hello['host']})")
-        if server is not None:
-            server.close()
+            _send(peer, f"{token}/{self._rank}")
+            self._follow(peer, peer.makefile("rb"), names[0])
+        else:
+            with socket.create_server(("127.0.0.1" if loopback else "", 0), backlog=_BACKLOG) as server:
+                server.settimeout(_JOIN_S)
+                token = secrets.token_urlsafe(16)
+                gather((host, server.getsockname()[1], token), tuple[str, int, str] | None)
+                while len(self._peers) < size - 1:
+                    peer, _ = server.accept()
+                    peer.settimeout(_JOIN_S)
+                    lines = peer.makefile("rb")
+                    said, _, rank = str(_read(lines)).partition("/")
+                    if said == token:
+                        self._follow(peer, lines, names[int(rank)])
         gather(None)
 
-    def broadcast(self, **message: Any) -> None:
-        """Send to all that are connected."""
+    def broadcast(self, reason: str = "") -> None:
+        """Send a reason to end to all that are connected, or that they should stop."""
         with self._lock:
             for peer in self._peers:
-                _send(peer, message)
+                _send(peer, reason)
 
-    def _follow(self, peer: socket.socket, lines: Any, who: str) -> None:
+    def _follow(self, peer: socket.socket, lines: Any, name: str) -> None:
         peer.settimeout(None)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # for a machine that is gone
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        for option, value in _KEEPALIVE.items():
+            if hasattr(socket, option):
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self._peers.append(peer)
-        threading.Thread(target=self._read, args=(lines, who), daemon=True, name="liveness").start()
+        threading.Thread(target=self._listen, args=(lines, name), daemon=True, name="liveness").start()
 
-    def _read(self, lines: Any, who: str) -> None:
-        while message := _read_line(lines):
-            if "stop" in message:
-                self._on_stop()
-            elif "failed" in message:
-                self._on_lost(str(message["failed"]))
+    def _listen(self, lines: Any, name: str) -> None:
+        while (reason := _read(lines)) is not None:
+            self._on_lost(str(reason)) if reason else self._on_stop()
         self._on_lost(
-            f"{who} ended without a word; it was killed (by the system, if memory ran out), or its machine is gone"
+            f"{name} ended without a word; it was killed (by the system, if memory ran out), or its machine is gone"
         )
 
 
-def _send(peer: socket.socket, message: dict[str, Any]) -> None:
-    try:
-        peer.sendall(json.dumps(message).encode() + b"\n")
-    except OSError:  # it is gone, which its own thread notices
-        return
+def _send(peer: socket.socket, text: str) -> None:
+    with suppress(OSError):  # it is gone, which its own thread notices
+        peer.sendall(json.dumps(text).encode() + b"\n")
 
 
-def _read_line(lines: Any) -> dict[str, Any]:
-    """Empty at the end, or where something else talks to the port."""
+def _read(lines: Any) -> Any:
+    """What `_send` sent; None at the end, or where something else talks to the port."""
     try:
-        return dict(json.loads(lines.readline(_MAX_LINE) or b"{}"))
-    except (OSError, ValueError, TypeError):
-        return {}
+        return json.loads(lines.readline(_MAX_LINE) or b"null")
+    except (OSError, ValueError):
+        return None

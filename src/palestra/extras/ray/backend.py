@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import MissingPackageError, SettingError
-from palestra.extras.ray.pool import GroupSampler, PoolPolicy, RolloutPool
+from palestra.extras.ray.pool import GroupSampler, RolloutPool
 from palestra.models.loading import LoadedModel, load_tokenizer
 from palestra.train.setup import Backend, load_for_run, local_backend, policy_for, samples_from_server, with_adapter
 from palestra.train.tasks import EnvironmentTask, Parts
@@ -43,9 +44,9 @@ def open_backend(config: RunConfig, loaded: LoadedModel) -> Backend:
 
     options = config.ray
     needs = f"{options.cpus_per_actor:g} CPUs and {options.gpus_per_actor:g} GPUs"
-    pool = RolloutPool(RayCluster(options), options.actors, needs=needs, timeout_s=options.timeout_s)
-    policy = PoolPolicy(pool, server, ActorRecipe)
-    return local_backend(config, model, loaded.tokenizer, policy)
+    limits: dict[str, Any] = {"needs": needs, "timeout_s": options.timeout_s}
+    pool = RolloutPool(RayCluster(options), options.actors, **limits, server=server, recipe_of=ActorRecipe)
+    return local_backend(config, model, loaded.tokenizer, pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,5 +73,5 @@ class ActorRecipe:
 
     def sampler(self, parts: Parts) -> GroupSampler:
         """The sampler of an actor with these parts."""
-        training, evaluation = (self.task.collector(parts, training=training) for training in (True, False))
-        return GroupSampler(parts.policy, training, evaluation)
+        collectors = {training: self.task.collector(parts, training=training) for training in (True, False)}
+        return GroupSampler(parts.policy, collectors)

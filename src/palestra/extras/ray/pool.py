@@ -13,12 +13,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from palestra.core.codec import decode, encode
+from palestra.core.codec import decode, encode, exact_problem
 from palestra.core.errors import ResourceError, ServiceError, UnsupportedError, text_of
 from palestra.core.types import Group, Problem
 from palestra.core.weights import Weights
@@ -55,18 +55,12 @@ def pack(weights: Weights) -> PackedWeights:
 
 
 def unpack(packed: PackedWeights) -> Weights:
-    """
-    >>> weights = Weights(3, lambda: {"w": torch.ones(2, 1, dtype=torch.bfloat16)})
-    >>> unpack(pack(weights)).tensors()["w"].tolist()
-    [[1.0], [1.0]]
-    """
-
     def tensor(dtype: str, shape: tuple[int, ...], content: Any) -> torch.Tensor:
         # a copy: what the object store hands out is read-only, and not aligned for every dtype
         return torch.from_numpy(content.copy()).view(getattr(torch, dtype)).reshape(shape)
 
     tensors = packed.tensors or {}
-    return Weights(packed.version, lambda: {name: tensor(*packed_tensor) for name, packed_tensor in tensors.items()})
+    return Weights(packed.version, lambda: {name: tensor(*content) for name, content in tensors.items()})
 
 
 @dataclass(slots=True)
@@ -74,8 +68,7 @@ class GroupSampler:
     """The sampler of one actor: its own policy, and our agent loop."""
 
     policy: Policy[Any]
-    training: GroupCollector
-    evaluation: GroupCollector
+    collectors: Mapping[bool, GroupCollector]  # for training (True) and for evaluations (False)
 
     def update(self, packed: PackedWeights) -> None:
         if packed.tensors is None:
@@ -85,24 +78,17 @@ class GroupSampler:
         else:
             self.policy.update(unpack(packed))
 
-    async def sample(self, job: GroupJob) -> bytes | str:
-        """The group, encoded; the text of an error that fails the whole run, rather than an attempt."""
-        collector = self.training if job.training else self.evaluation
+    async def sample(self, content: bytes) -> bytes | str:
+        """The group of a job, both encoded; the text of an error that fails the whole run, rather than an attempt."""
         try:
-            [group] = await collector.collect([job.problem], job.group_size, [job.seed_key])
+            job: GroupJob = decode(content, GroupJob)
+            [group] = await self.collectors[job.training].collect([job.problem], job.group_size, [job.seed_key])
+            return encode(group)
         except Exception as error:
             return text_of(error)
-        return encode(group)
 
 
 Recipe = Callable[[], GroupSampler]  # builds it in the actor's own process
-
-
-def read_group(answer: bytes | str) -> Group:
-    if isinstance(answer, str):
-        raise ServiceError(answer)
-    group: Group = decode(answer, Group)
-    return group
 
 
 log = logging.getLogger("palestra")
@@ -130,15 +116,25 @@ class Member:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class RolloutPool:
-    """Up to `size` actors, by a recipe. It starts with the first group, in the event loop that samples."""
+class RolloutPool(TokenSessions):
+    """Up to `size` actors, by a recipe. It starts with the first group, in the event loop that samples.
 
+    It is the policy of its run, and hands out weights: actors sample whole groups with their own. With `server`, a
+    running vLLM for instance, that one is given the weights, and the actors its version alone.
+    """
+
+    samples_groups = True
+    version: int = 0
     recipe: Recipe
 
-    def __init__(self, cluster: Cluster, size: int, *, needs: str = "", timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, cluster: Cluster, size: int, *, needs: str = "", timeout_s: float = 120.0,
+        server: Policy[Any] | None = None, recipe_of: Callable[..., Recipe] | None = None,
+    ) -> None:  # fmt: skip
+        """`recipe_of` makes the recipe of a config and a task."""
         self.size = size
-        self.version = 0
         self.lost_groups = 0
+        self._server, self._recipe_of = server, recipe_of
         self._cluster = cluster
         self._needs = needs
         self._timeout_s = timeout_s
@@ -158,9 +154,14 @@ class RolloutPool:
     def actors(self) -> int:
         return len(self._members)
 
-    def update(self, weights: PackedWeights) -> None:
+    def update(self, weights: Weights) -> None:
         """Broadcast the weights; groups in progress continue with them. Replace actors that do not take them."""
-        self._shared, self.version = self._cluster.share(weights), weights.version
+        if self._server is None:
+            packed = pack(weights)
+        else:
+            self._server.update(weights)
+            packed = PackedWeights(weights.version, None, getattr(self._server, "served_model", None))
+        self._shared, self.version = self._cluster.share(packed), packed.version
         lost = self._cluster.update_all([m.actor for m in self._members], self._shared, self._timeout_s)
         for member in [m for m in self._members if m.actor in lost]:
             self._lose(member, "it did not take new weights")
@@ -194,11 +195,16 @@ class RolloutPool:
 
     async def _sample(self, job: GroupJob, at_once: int) -> Group:
         """One group, by the actor with the least to do; an actor has at most `at_once` groups."""
+        content = encode(replace(job, problem=exact_problem(job.problem)))
         for _ in range(MAX_LOSSES):
             member = await self._least_busy(at_once)
             member.groups += 1
             try:
-                return await member.actor.sample(job)
+                answer = await member.actor.sample(content)
+                if isinstance(answer, str):
+                    raise ServiceError(answer)
+                group: Group = decode(answer, Group)
+                return group
             except ActorLost as error:
                 reason = str(error)
                 self.lost_groups += 1
@@ -304,47 +310,17 @@ class RolloutPool:
             member.gone.set()
             log.warning("a rollout actor was lost: %s; its groups are sampled again", reason)
 
-    def close(self) -> None:
+    def group_collector(self, config: Any, task: Any, training: bool, groups_at_once: Any) -> RemoteCollector:
+        assert self._recipe_of is not None
+        self.recipe = self._recipe_of(config, task)
+        return RemoteCollector(self, training, groups_at_once)
+
+    def release(self) -> None:
         for task in self._keepers:
             task.cancel()
         for actor in self._launched:
             actor.end()
         self._cluster.close()
-
-
-class PoolPolicy(TokenSessions):
-    """The policy of a run that samples with a pool: it hands out weights. Actors sample whole groups with their own.
-
-    With `server`, a running vLLM for instance, that one is given the weights, and the actors its version alone.
-    """
-
-    samples_groups = True
-
-    def __init__(
-        self, pool: RolloutPool, server: Policy[Any] | None = None, recipe: Callable[..., Recipe] | None = None
-    ) -> None:
-        self.pool = pool
-        self._server = server
-        self._recipe = recipe
-
-    @property
-    def version(self) -> int:
-        return self.pool.version
-
-    def update(self, weights: Weights) -> None:
-        if self._server is None:
-            self.pool.update(pack(weights))
-        else:
-            self._server.update(weights)
-            self.pool.update(PackedWeights(weights.version, None, getattr(self._server, "served_model", None)))
-
-    def group_collector(self, config: Any, task: Any, training: bool, groups_at_once: Any) -> RemoteCollector:
-        assert self._recipe is not None
-        self.pool.recipe = self._recipe(config, task)
-        return RemoteCollector(self.pool, training, groups_at_once)
-
-    def release(self) -> None:
-        self.pool.close()
         if self._server is not None:
             self._server.release()
 

@@ -24,8 +24,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from palestra.core.errors import InputError, PalestraError, ServiceError, SettingError, text_of
-from palestra.core.types import Group
-from palestra.extras.ray.pool import ActorLost, GroupJob, PackedWeights, Recipe, read_group
+from palestra.extras.ray.pool import ActorLost, PackedWeights, Recipe
 from palestra.extras.ray.rollout_actor import RolloutActor, dumps
 from palestra.extras.ray.settings import RaySection
 
@@ -56,7 +55,7 @@ class RayActor:
         cpus, gpus = options.cpus_per_actor, options.gpus_per_actor
         self._recipe = recipe
         self._group = placement_group([{"CPU": cpus, **({"GPU": gpus} if gpus else {})}])
-        self._handle = (
+        self.handle = (
             ray.remote(RolloutActor)
             .options(
                 num_cpus=cpus,
@@ -70,20 +69,17 @@ class RayActor:
 
     async def place(self) -> None:
         """Until there is room for it, and its process runs."""
-        await self._answer(self._handle.place.remote())
+        await self._answer(self.handle.place.remote())
 
     async def build(self) -> None:
         """Until its model is loaded."""
-        await self._answer(self._handle.build.remote(self._recipe))
-
-    def begin_update(self, shared: Any) -> Any:
-        return self._handle.update.remote(shared)
+        await self._answer(self.handle.build.remote(self._recipe))
 
     async def update(self, shared: Any) -> None:
-        await self._answer(self.begin_update(shared))
+        await self._answer(self.handle.update.remote(shared))
 
-    async def sample(self, job: GroupJob) -> Group:
-        return read_group(await self._answer(self._handle.sample.remote(dumps(job))))
+    async def sample(self, job: bytes) -> bytes | str:
+        return await self._answer(self.handle.sample.remote(job))
 
     def end(self) -> None:
         # If Ray was shut down in between, it would connect again, and wait for minutes for a lost head
@@ -91,7 +87,7 @@ class RayActor:
             return
         self._has_ended = True
         with suppress(Exception):  # it is gone already
-            ray.kill(self._handle)
+            ray.kill(self.handle)
         with suppress(Exception):
             remove_placement_group(self._group)
 
@@ -139,7 +135,7 @@ class RayCluster:
         """Give the weights to all, and wait without an event loop; returns those that did not take them."""
         if not actors:
             return []
-        pending = {actor.begin_update(shared): actor for actor in actors}
+        pending = {actor.handle.update.remote(shared): actor for actor in actors}
         done, late = ray.wait(list(pending), num_returns=len(pending), timeout=timeout_s)
         lost = [pending[reference] for reference in late]
         for reference in done:

@@ -28,8 +28,7 @@ class RolloutActor:
         self._sampler.update(weights)
 
     async def sample(self, job: bytes) -> bytes | str:
-        answer: bytes | str = await self._sampler.sample(cloudpickle.loads(job))
-        return answer
+        return await self._sampler.sample(job)
 
 
 _INSTALLED = ("site-packages", "dist-packages")
