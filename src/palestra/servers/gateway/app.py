@@ -6,7 +6,9 @@ Each path is below /attempt/ID, and also at the root for clients that can set on
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,11 +22,20 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 
 from palestra.core.errors import ContextLengthError, InputError, PalestraError
+from palestra.models.chat.template import ChatFormat
 from palestra.servers.forwarding import KEY_PREFIX, ForwardedAgent
 from palestra.servers.gateway.anthropic_messages import STATUS, CountBody, MessagesBody
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
-from palestra.servers.gateway.request import AgentRequests, ChatRequest, Event, Piece, fit_template
+from palestra.servers.gateway.request import (
+    NO_EFFECT,
+    ChatRequest,
+    Event,
+    Piece,
+    RequestForm,
+    changes_answer,
+    fit_template,
+)
 from palestra.servers.gateway.responses import ResponseBody
 from palestra.servers.openai.completer import Completer
 from palestra.servers.web import MIB, error_body, make_app, message_of, parse, read_body, refuse, while_connected
@@ -33,6 +44,12 @@ MAX_BODY = 16 * MIB
 _JSON_BYTES = 6  # of one character at most: \u0041
 OBJECT = TypeAdapter(dict[str, Any])
 _MAX_ENDED = 20_000
+# An inference server rejects these. Agents send them as hints, and a training does not sample by its clients' values.
+_HINTS = frozenset("prediction web_search_options frequency_penalty presence_penalty length_penalty".split())
+_MISSPELT = 0.85  # similarity from which an unknown field counts as a misspelt known one
+_MAX_LOGGED = 200  # names, of at most 60 characters each: clients choose them
+
+log = logging.getLogger("palestra")
 
 FindAttempt = Callable[[str | None, str | None], Attempt | ForwardedAgent]  # by the id in the URL, and by the key
 Body = ChatCompletionBody | ResponseBody | MessagesBody  # of one dialect
@@ -85,6 +102,48 @@ class OpenAttempts(Generic[AnyAttempt]):
         if (by_key is not None or (key or "").startswith(KEY_PREFIX)) and by_key is not attempt:
             raise refuse(401, "the API key belongs to another attempt than the URL")
         return attempt
+
+
+@dataclass(slots=True)
+class AgentRequests:
+    """Prepares the requests of agents that cannot be changed; each name that is left out is logged once per run.
+
+    Coding agents send fields for their own provider (`context_management` of Claude Code, `client_metadata` of Codex)
+    and offer hosted tools. Misspelt fields and those that would change the answer (`logit_bias`, `audio`) are refused.
+    """
+
+    _logged: set[str] = field(default_factory=set)
+
+    def clean(self, raw: dict[str, Any], form: type[RequestForm], chat: ChatFormat) -> dict[str, Any]:
+        """The body without fields and tools that the gateway lacks and the answer does not depend on."""
+
+        def is_extra(name: str) -> bool:
+            known = form.model_fields
+            if name in known or name in NO_EFFECT or name in _HINTS:
+                return name not in known
+            misspelt = difflib.get_close_matches(name[:100], known, 1, _MISSPELT)
+            return not (changes_answer(name, raw[name]) or misspelt)
+
+        left_out = [name for name in raw if is_extra(name)]
+        body = {name: value for name, value in raw.items() if name not in left_out}
+        if isinstance(tools := body.get("tools"), list):
+            kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+            hosted = [isinstance(kind, str) and kind != form.tool_kind for kind in kinds]
+            body["tools"] = [tool for tool, is_hosted in zip(tools, hosted, strict=True) if not is_hosted]
+            left_out += [f"tool {kind}" for kind, is_hosted in zip(kinds, hosted, strict=True) if is_hosted]
+        if not chat.has_variable("reasoning_effort"):
+            reasoning = body.get("reasoning")
+            if body.pop("reasoning_effort", None) is not None:
+                left_out.append("reasoning_effort")
+            if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
+                body["reasoning"] = {**reasoning, "effort": None}
+                left_out.append("reasoning.effort")
+        names = [ascii(name[:60])[1:-1] for name in left_out if name not in NO_EFFECT]
+        new = [name for name in names if name not in self._logged]
+        if new and len(self._logged) < _MAX_LOGGED:
+            self._logged.update(new)
+            log.warning("ignored in requests of agents: %s", ", ".join(dict.fromkeys(new)))
+        return body
 
 
 def gateway_app(find: FindAttempt, routes: Sequence[BaseRoute] = (), token: str | None = None) -> Starlette:
@@ -191,7 +250,10 @@ class _Api:
             attempt = self._find_attempt(request)
             if isinstance(attempt, ForwardedAgent):
                 return await attempt.forward(request)
-            return await endpoint(attempt, request)
+            try:
+                return await endpoint(attempt, request)
+            except RecursionError:
+                raise InputError("the request is nested too deeply") from None
 
         return answer
 
@@ -200,8 +262,6 @@ def _request(body: Body | CountBody, model: Completer) -> ChatRequest:
     """The request of a body, whose messages and tools may hold any values."""
     try:
         return fit_template(body.request(model), model.chat)
-    except RecursionError:
-        raise InputError("the request is nested too deeply") from None
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise InputError(f"the request is not in the form that this endpoint takes: {error}") from error
 

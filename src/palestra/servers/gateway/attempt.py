@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from palestra.core.errors import ContextLengthError, InputError, PalestraError, StateError
+from palestra.core.errors import ContextLengthError, PalestraError, StateError
 from palestra.core.messages import with_unique_ids
 from palestra.core.types import (
     Lineage,
@@ -30,10 +30,9 @@ from palestra.models.chat.toolcalls import Reply, strip_reasoning
 from palestra.rollout.agent_loop import check_record
 from palestra.rollout.collect import seed_of
 from palestra.servers.forwarding import new_key
-from palestra.servers.gateway.conversation_tree import ConversationTree, Prompt, TurnNode
+from palestra.servers.gateway.conversation_tree import ConversationTree, Prompt, SharedPrompts, TurnNode
 from palestra.servers.gateway.request import ChatAnswer, ChatRequest, Piece, PromptSize, params_of
 from palestra.servers.gateway.responses import StoredResponses
-from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream, decode, progress
 
 
@@ -125,8 +124,7 @@ class Attempt:
 
     async def answer(self, request: ChatRequest) -> list[ChatAnswer]:
         """Sample the next assistant message `n` times. Cancelling this cancels the sampling."""
-        prompt = await self._prompt(request)
-        with self._turns(request, prompt) as turns:
+        with self._turns(request, await self._place(request)) as turns:
             if len(turns) == 1:  # in this task: one of its own would take longer than the rest
                 return [await self._record(request, turns[0], await self._sample(turns[0]))]
             tasks = [turn.start(self._sample) for turn in turns]
@@ -138,8 +136,7 @@ class Attempt:
 
         Yields (-1, None) while nothing is new, so that the caller can check whether its client is connected.
         """
-        prompt = await self._prompt(request)
-        with self._turns(request, prompt) as turns:
+        with self._turns(request, await self._place(request)) as turns:
             tasks = [turn.start(self._sample) for turn in turns]
             # a refusal of the policy comes before the stream begins
             for turn in turns:
@@ -168,13 +165,10 @@ class Attempt:
                     yield i, answer
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        return (await self._prompt(request)).token_count
+        return (await self._place(request)).token_count
 
-    async def _prompt(self, request: ChatRequest) -> Prompt:
-        try:
-            return await self.tree.place(request.messages, request.tools, request.variables)
-        except RecursionError:
-            raise InputError("the request is nested too deeply") from None
+    async def _place(self, request: ChatRequest) -> Prompt:
+        return await self.tree.place(request.messages, request.tools, request.variables)
 
     @contextlib.contextmanager
     def _turns(self, request: ChatRequest, prompt: Prompt) -> Iterator[list[_PendingTurn]]:

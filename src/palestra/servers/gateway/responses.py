@@ -22,13 +22,15 @@ from palestra.servers.gateway.request import (
     Event,
     Piece,
     PromptSize,
+    RequestForm,
+    SamplingFields,
     function_tool,
     grammar_of,
     json_schema,
     openai_choice,
+    short,
 )
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer
-from palestra.servers.openai.sampling_fields import RequestForm, SamplingFields, short
 
 # Accepted where they ask for what is done anyway.
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar
 
 from palestra.core.errors import (
     ContextLengthError,
-    InputError,
     NotAllowedError,
     PalestraError,
     SettingError,
@@ -26,7 +25,6 @@ from palestra.models.chat.template import ChatFormat
 from palestra.models.chat.toolcalls import Reply, UnexpectedCalls
 from palestra.models.chat.written import check_tool_calls
 from palestra.policy.base import Policy, TokenLogprobs
-from palestra.servers.openai.sampling_fields import MAX_PROMPTS, SamplingFields
 
 MAX_TOP_LOGPROBS = 20
 MAX_INLINE_CHARS = 1 << 14  # a longer text is prepared in a thread, so that it delays no other request
@@ -34,8 +32,7 @@ _TOO_MANY = 1.25  # times the context's tokens: counted in chunks, a text may ha
 _POLL_S = 0.01
 _to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 SEED_STRIDE = 1_000_003  # between the choices of a request
-_MAX_SEQUENCES = MAX_PROMPTS  # prompts x n of one request
-_MAX_TOKENS = 1 << 22  # … and their prompts' tokens x n
+_MAX_TOKENS = 1 << 22  # of the prompts of one request x n
 
 T = TypeVar("T")
 # `policy.local.token_logprobs` of a model, or of one in another process
@@ -164,32 +161,6 @@ class Completer:
     def encode(self, text: str) -> tuple[int, ...]:
         self.check_length(len(text))
         return tuple(self.tokenizer(text)["input_ids"])
-
-    def requests(
-        self, prompts: Sequence[Any], fields: SamplingFields, new_tokens: int, **scoring: Any
-    ) -> list[SamplingRequest]:
-        """Sampling requests for prompts of text or token ids; limits are checked before anything is tokenised.
-
-        `new_tokens` is the form's default; `scoring` are top_logprobs and scores_prompt.
-        """
-        if len(prompts) * fields.choices > _MAX_SEQUENCES:
-            raise NotAllowedError(
-                f"{len(prompts)} prompts x n={fields.choices} in one request; up to {_MAX_SEQUENCES} completions "
-                "are made, send the rest apart"
-            )
-        ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        self.check_total(sum(map(len, ids)) * fields.choices)
-        requests = []
-        for prompt_ids in ids:
-            if not prompt_ids:
-                raise InputError("the prompt is empty; give at least one token to continue from")
-            if self.vocabulary is not None and not (min(prompt_ids) >= 0 and max(prompt_ids) < self.vocabulary):
-                raise InputError(f"a token id of the prompt is outside the vocabulary 0..{self.vocabulary - 1}")
-            params = fields.params(self.eos, self.room_after(len(prompt_ids), "prompt"), new_tokens)
-            requests.append(SamplingRequest(tuple(prompt_ids), fields.choices, params, **scoring))
-        for each in requests:
-            self.check_scoring(each)
-        return requests
 
     def check_total(self, tokens: int) -> None:
         """Refuse a request for too many choices of long prompts."""

@@ -25,8 +25,8 @@ from palestra.rollout.collect import Runner, Started
 from palestra.rollout.rewards import MAIN_ROLE, role_score
 from palestra.servers.forwarding import ForwardedAgent
 from palestra.servers.gateway.attempt import Attempt
+from palestra.servers.gateway.conversation_tree import SharedPrompts
 from palestra.servers.gateway.gateway import Gateway
-from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.gateway.workers import WorkerAttempt, WorkerPrompts
 from palestra.servers.openai.completer import Completer
 
