@@ -35,7 +35,16 @@ def with_texts(agent: Agent, texts: Texts) -> Agent:
             raise NotFoundError(
                 f"the agent {agent.name!r} has no {name!r}.{did_you_mean(name, known)} It has {', '.join(known)}"
             )
-    tools = [_with_text(tool, texts.get(f"{TOOL}{tool.name}")) for tool in agent.tools]
+    tools = []
+    for tool in agent.tools:
+        if (text := texts.get(f"{TOOL}{tool.name}")) is not None:
+            parameters = copy.deepcopy(tool.parameters)
+            description, about = read_tool_text(text, _properties(tool))
+            for name, value in about.items():
+                if value:
+                    parameters["properties"][name]["description"] = value
+            tool = replace(tool, description=description or tool.description, parameters=parameters)
+        tools.append(tool)
     return replace(agent, instructions=texts.get(INSTRUCTIONS, agent.instructions), tools=tools)
 
 
@@ -80,14 +89,3 @@ def read_tool_text(text: str, parameters: Mapping[str, Any]) -> tuple[str, dict[
         else:
             texts[current] = f"{texts[current]} {line.strip()}".strip()
     return "\n".join(description).strip(), texts
-
-
-def _with_text(tool: Tool, text: str | None) -> Tool:
-    if text is None:
-        return tool
-    description, texts = read_tool_text(text, _properties(tool))
-    parameters = copy.deepcopy(tool.parameters)
-    for name, value in texts.items():
-        if value:
-            parameters["properties"][name]["description"] = value
-    return replace(tool, description=description or tool.description, parameters=parameters)

@@ -37,7 +37,6 @@ from palestra.servers.gateway.request import (
     fit_template,
 )
 from palestra.servers.gateway.responses import ResponseBody
-from palestra.servers.openai.completer import Completer
 from palestra.servers.web import MIB, error_body, make_app, message_of, parse, read_body, refuse, while_connected
 
 MAX_BODY = 16 * MIB
@@ -194,14 +193,13 @@ class _Api:
         return JSONResponse({"object": "list", "data": [card], **ends} if asked is None else card)
 
     async def count_tokens(self, attempt: Attempt, request: Request) -> Response:
-        body = await self._read(request, attempt, CountBody)
-        return JSONResponse({"input_tokens": await attempt.count_tokens(_request(body, attempt.model))})
+        _, to_count = await self._read(request, attempt, CountBody)
+        return JSONResponse({"input_tokens": await attempt.count_tokens(to_count)})
 
     async def answer(self, form: type[Body], attempt: Attempt, request: Request) -> Response:
         """Sample the next message of a conversation in this form."""
         model = attempt.model
-        body = await self._read(request, attempt, form)
-        to_sample = _request(body, model)
+        body, to_sample = await self._read(request, attempt, form)
         if not body.stream:
             answers = await while_connected(request, attempt.answer(to_sample))
             return JSONResponse(body.response(answers, model))
@@ -218,7 +216,7 @@ class _Api:
 
         return event_stream(request, body.events(until_disconnected(), model))
 
-    async def _read(self, request: Request, attempt: Attempt, form: type[AnyBody]) -> AnyBody:
+    async def _read(self, request: Request, attempt: Attempt, form: type[AnyBody]) -> tuple[AnyBody, ChatRequest]:
         """Parse the body in its dialect; one that is larger than any history that fits the context is refused."""
         model = attempt.model
         limit = MIB + _JSON_BYTES * model.max_characters
@@ -233,11 +231,12 @@ class _Api:
         fields = parse(OBJECT.validate_json, raw, 400)
         if self._agents is not None:
             fields = self._agents.clean(fields, form, model.chat)
-        read: Callable[[Any], Any] = form.read
-        if issubclass(form, ResponseBody):
-            read = partial(form.read, stored=attempt.stored)
+        read: Any = partial(form.read, stored=attempt.stored) if issubclass(form, ResponseBody) else form.read
         body: AnyBody = parse(read, fields, 400)
-        return body
+        try:  # messages and tools may hold any values
+            return body, fit_template(body.request(model), model.chat)
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
+            raise InputError(f"the request is not in the form that this endpoint takes: {error}") from error
 
     def _find_attempt(self, request: Request) -> Attempt | ForwardedAgent:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -256,14 +255,6 @@ class _Api:
                 raise InputError("the request is nested too deeply") from None
 
         return answer
-
-
-def _request(body: Body | CountBody, model: Completer) -> ChatRequest:
-    """The request of a body, whose messages and tools may hold any values."""
-    try:
-        return fit_template(body.request(model), model.chat)
-    except (TypeError, AttributeError, KeyError, ValueError) as error:
-        raise InputError(f"the request is not in the form that this endpoint takes: {error}") from error
 
 
 def event_stream(request: Request, events: AsyncIterator[Event]) -> Response:

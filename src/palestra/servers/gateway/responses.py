@@ -81,13 +81,13 @@ class ResponseBody(RequestForm):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
-    _stored: StoredResponses = PrivateAttr()
+    _stored: StoredResponses = PrivateAttr(default_factory=StoredResponses)
     _history: tuple[Message, ...] = PrivateAttr(default=())
 
     @classmethod
     def read(cls, raw: dict[str, Any], stored: StoredResponses | None = None) -> Self:
         body = super().read(raw)
-        body._stored = StoredResponses() if stored is None else stored
+        body._stored = body._stored if stored is None else stored
         return body
 
     def request(self, model: Completer) -> ChatRequest:

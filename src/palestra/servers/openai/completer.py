@@ -158,10 +158,6 @@ class Completer:
             return work(self)
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(self.twin))
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        self.check_length(len(text))
-        return tuple(self.tokenizer(text)["input_ids"])
-
     def check_total(self, tokens: int) -> None:
         """Refuse a request for too many choices of long prompts."""
         if tokens > _MAX_TOKENS:
@@ -196,9 +192,8 @@ class Completer:
     async def complete(self, request: SamplingRequest) -> list[Completion]:
         """Sample exactly n completions; cancelling this cancels the sampling."""
         self.on_request(request.n, request.params)
-        if request.params.max_new_tokens == 0:
-            sampled = [Turn("model", (), (), (), "length")] * request.n  # type: ignore[arg-type]
-        else:
+        sampled = [Turn("model", (), (), (), "length")] * request.n  # type: ignore[arg-type]
+        if request.params.max_new_tokens:
             sessions = self._open(request)
             try:
                 sampled = await asyncio.gather(*map(self.policy.sample, sessions, request.seeded))

@@ -57,7 +57,12 @@ def sampling_requests(
             f"{len(prompts)} prompts x n={fields.choices} in one request; up to {MAX_PROMPTS} completions "
             "are made, send the rest apart"
         )
-    ids = [model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    ids = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            model.check_length(len(prompt))
+            prompt = model.tokenizer(prompt)["input_ids"]
+        ids.append(tuple(prompt))
     model.check_total(sum(map(len, ids)) * fields.choices)
     requests = []
     for prompt_ids in ids:
@@ -66,7 +71,7 @@ def sampling_requests(
         if model.vocabulary is not None and not (min(prompt_ids) >= 0 and max(prompt_ids) < model.vocabulary):
             raise InputError(f"a token id of the prompt is outside the vocabulary 0..{model.vocabulary - 1}")
         params = fields.params(model.eos, model.room_after(len(prompt_ids), "prompt"), new_tokens)
-        requests.append(SamplingRequest(tuple(prompt_ids), fields.choices, params, **scoring))
+        requests.append(SamplingRequest(prompt_ids, fields.choices, params, **scoring))
     for each in requests:
         model.check_scoring(each)
     return requests
