@@ -33,7 +33,7 @@ from palestra.servers.forwarding import new_key
 from palestra.servers.gateway.conversation_tree import ConversationTree, Prompt, SharedPrompts, TurnNode
 from palestra.servers.gateway.request import ChatAnswer, ChatRequest, Piece, PromptSize, params_of
 from palestra.servers.gateway.responses import StoredResponses
-from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream, decode, progress
+from palestra.servers.openai.completer import Completer, SamplingRequest, decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,19 +148,17 @@ class Attempt:
             chat, tokenizer = self.model.chat, self.model.tokenizer
             with_tools = bool(request.tools and request.reads_calls)
             replies = [chat.stream(with_tools=with_tools, prompt_end=turn.prompt_end(tokenizer)) for turn in turns]
-            texts = [TextStream(tokenizer, turn.params.stop, turn.params.stop_token_ids) for turn in turns]
-            async for i, sampled in progress(tasks):
-                turn, reply = turns[i], replies[i]
-                if i < 0:
+            sessions, first = [turn.session for turn in turns], turns[0]
+            async for i, piece in self.model.texts(tasks, sessions, first.size.tokens, first.params):
+                if piece is None:
                     yield -1, None
-                elif sampled is None:
-                    new = texts[i].push(turn.session.token_ids[turn.size.tokens :])
-                    for delta in reply.push(new) if new else ():
+                elif isinstance(piece, str):
+                    for delta in replies[i].push(piece):
                         yield i, delta
                 else:
-                    answer = await self._record(request, turn, sampled)
+                    answer = await self._record(request, turns[i], piece)
                     said = Reply(answer.thinking, answer.message.text)
-                    for delta in reply.rest(said, answer.completion.text):
+                    for delta in replies[i].rest(said, answer.completion.text):
                         yield i, delta
                     yield i, answer
 

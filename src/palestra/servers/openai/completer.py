@@ -228,16 +228,12 @@ class Completer:
         self.on_request(request.n, request.params)
         sessions = self._open(request)
         tasks = [asyncio.ensure_future(turn) for turn in map(self.policy.sample, sessions, request.seeded)]
-        texts = [TextStream(self.tokenizer, request.params.stop, request.params.stop_token_ids) for _ in sessions]
-        start = len(request.prompt_ids)
         try:
-            async for i, turn in progress(tasks):
-                if turn is not None:
-                    yield i, await self.scored(request, self.completion(turn, request.params))
-                elif i < 0:
-                    yield -1, None
-                elif new := texts[i].push(sessions[i].token_ids[start:]):
-                    yield i, new
+            async for i, piece in self.texts(tasks, sessions, len(request.prompt_ids), request.params):
+                if isinstance(piece, Turn):
+                    yield i, await self.scored(request, self.completion(piece, request.params))
+                else:
+                    yield i, piece
         finally:  # without waiting: a cancelled stream may have every wait in here cancelled, too
             for session, task in zip(sessions, tasks, strict=True):
                 task.cancel()
@@ -247,6 +243,24 @@ class Completer:
     def _open(self, request: SamplingRequest) -> list[Any]:
         session = self.policy.open(request.prompt_ids)
         return self.policy.fork(session, request.n) if request.n > 1 else [session]
+
+    async def texts(
+        self, tasks: Sequence[asyncio.Future[Turn]], sessions: Sequence[Any], start: int, params: SamplingParams
+    ) -> AsyncGenerator[tuple[int, str | Turn | None], None]:
+        """Yield (number, new text) of each task's turn, (number, Turn) at its end, and (-1, None) after each look.
+
+        The turns have the same stops, and begin at the token `start` of their sessions.
+        """
+        texts = [TextStream(self.tokenizer, params.stop, params.stop_token_ids) for _ in tasks]
+        under_way = dict(enumerate(tasks))
+        while under_way:
+            await asyncio.wait(under_way.values(), timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            for i, task in list(under_way.items()):
+                if task.done():
+                    yield i, under_way.pop(i).result()
+                elif new := texts[i].push(sessions[i].token_ids[start:]):
+                    yield i, new
+            yield -1, None
 
     def completion(self, turn: Turn, params: SamplingParams) -> Completion:
         ids, matched = turn.token_ids.tolist(), None
@@ -281,16 +295,6 @@ class TextStream:
             return ""
         self._start, self._end = self._end, len(ids)
         return self._certain.push(longer[len(known) :])
-
-
-async def progress(tasks: Sequence[asyncio.Future[Turn]]) -> AsyncGenerator[tuple[int, Turn | None], None]:
-    """Each turn when it has ended, (its number, None) at each look before that, and (-1, None) after each look."""
-    under_way = dict(enumerate(tasks))
-    while under_way:
-        await asyncio.wait(under_way.values(), timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-        for i, task in list(under_way.items()):
-            yield i, under_way.pop(i).result() if task.done() else None
-        yield -1, None
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
