@@ -158,6 +158,10 @@ class Completer:
             return work(self)
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(self.twin))
 
+    def encode(self, text: str) -> tuple[int, ...]:
+        self.check_length(len(text))
+        return tuple(self.tokenizer(text)["input_ids"])
+
     def check_total(self, tokens: int) -> None:
         """Refuse a request for too many choices of long prompts."""
         if tokens > _MAX_TOKENS:

@@ -57,12 +57,7 @@ def sampling_requests(
             f"{len(prompts)} prompts x n={fields.choices} in one request; up to {MAX_PROMPTS} completions "
             "are made, send the rest apart"
         )
-    ids = []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            model.check_length(len(prompt))
-            prompt = model.tokenizer(prompt)["input_ids"]
-        ids.append(tuple(prompt))
+    ids = [model.encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
     model.check_total(sum(map(len, ids)) * fields.choices)
     requests = []
     for prompt_ids in ids:
