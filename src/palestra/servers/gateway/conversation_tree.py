@@ -7,6 +7,7 @@ several attempts or lineages share are rendered and computed once.
 
 from __future__ import annotations
 
+import asyncio
 import marshal
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.core.types import Message, ToolCall, Turn
+from palestra.core.types import Message, SamplingParams, ToolCall, Turn
 from palestra.policy.base import Policy
-from palestra.servers.gateway.request import Key, marshalled_key, reply_keys, request_keys
+from palestra.servers.gateway.request import Key, PromptSize, marshalled_key, reply_keys, request_keys
 from palestra.servers.openai.completer import MAX_INLINE_CHARS, Completer, texts_of
 
 _WORTH_SHARING = 16  # tokens; the first few of a template are the same in every conversation
@@ -125,13 +126,20 @@ class Prompt:
 
 @dataclass(eq=False, slots=True, repr=False)
 class TurnNode:
-    """One sampled turn with the prompt before it. Its session stays open until a request continues it."""
+    """One turn behind a prompt. `ConversationTree.add` takes it in when it has been sampled.
+
+    From then on its session stays open until a request continues it.
+    """
 
     prompt: Prompt
-    reply: Message
-    sampled: Turn
     session: Any
-    number: int  # in the order in which turns ended
+    params: SamplingParams
+    size: PromptSize  # of what was in the session before
+    place_number: int  # among the turns at the same place
+    task: asyncio.Task[Turn] | None = None  # that samples it, where it has one of its own
+    reply: Message = field(init=False)
+    sampled: Turn = field(init=False)
+    number: int = -1  # in the order in which turns ended; -1 outside of the tree
     call_ids: tuple[str, ...] = ()  # of the reply's calls, as the client knows them
     has_stop_token: bool = True
     refused: bool = False  # the next turn was refused because the lineage had used up its new tokens
@@ -244,15 +252,11 @@ class ConversationTree:
         return session, cached
 
     def add(
-        self,
-        prompt: Prompt,
-        reply: Message,
-        sampled: Turn,
-        session: Any,
-        call_ids: tuple[str, ...],
-        has_stop_token: bool,
-    ) -> TurnNode:
-        node = TurnNode(prompt, reply, sampled, session, len(self.nodes), call_ids, has_stop_token)
+        self, node: TurnNode, reply: Message, sampled: Turn, call_ids: tuple[str, ...], has_stop_token: bool
+    ) -> None:
+        """Take in a turn that has been sampled."""
+        prompt, node.reply, node.sampled, node.number = node.prompt, reply, sampled, len(self.nodes)
+        node.call_ids, node.has_stop_token = call_ids, has_stop_token
         self.nodes.append(node)
         self._mark_used(prompt)
         self._unused[node] = None
@@ -264,7 +268,6 @@ class ConversationTree:
         self._replies.add(keys[0])
         for key in keys:
             self._by_reply.setdefault((prompt.place, key), []).append(node)
-        return node
 
     def take_number(self, place: Place) -> int:
         """Reserve the lowest free number of a turn at this place. It decides the seed."""
