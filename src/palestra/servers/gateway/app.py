@@ -126,10 +126,10 @@ class AgentRequests:
         left_out = [name for name in raw if is_extra(name)]
         body = {name: value for name, value in raw.items() if name not in left_out}
         if isinstance(tools := body.get("tools"), list):
-            kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-            hosted = [isinstance(kind, str) and kind != form.tool_kind for kind in kinds]
-            body["tools"] = [tool for tool, is_hosted in zip(tools, hosted, strict=True) if not is_hosted]
-            left_out += [f"tool {kind}" for kind, is_hosted in zip(kinds, hosted, strict=True) if is_hosted]
+            typed = [tool for tool in tools if isinstance(tool, dict) and isinstance(tool.get("type"), str)]
+            hosted = [tool for tool in typed if tool["type"] != form.tool_kind]
+            body["tools"] = [tool for tool in tools if tool not in hosted]
+            left_out += [f"tool {tool['type']}" for tool in hosted]
         if not chat.has_variable("reasoning_effort"):
             reasoning = body.get("reasoning")
             if body.pop("reasoning_effort", None) is not None:
