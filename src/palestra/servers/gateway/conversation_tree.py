@@ -67,12 +67,10 @@ class SharedPrompts:
         """A session with these tokens, and how many of them it shares with another one."""
         source, shared = None, _WORTH_SHARING - 1
         for session in reversed(self._open.values()):
-            known = session.token_ids
-            if known[shared : shared + 1] == token_ids[shared : shared + 1]:  # else it cannot share more
-                both = range(min(len(known), len(token_ids)))
-                length = bisect_left(both, True, key=lambda i, known=known: token_ids[: i + 1] != known[: i + 1])
-                if length > shared:
-                    source, shared = session, length
+            if session.token_ids[shared : shared + 1] != token_ids[shared : shared + 1]:
+                continue  # it cannot share more
+            if (length := _in_common(token_ids, session.token_ids)) > shared:
+                source, shared = session, length
         if source is None:
             return self._noted(self.policy.open(token_ids)), 0
         session = self.policy.branch(source, shared)
@@ -358,6 +356,11 @@ class ConversationTree:
                         best = rank, child, end + 1
                     paths.append((child, end + 1, known))
         return best[1], best[2]
+
+
+def _in_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of tokens that both begin with."""
+    return bisect_left(range(min(len(a), len(b))), True, key=lambda i: a[: i + 1] != b[: i + 1])
 
 
 def _with_call_names(messages: Sequence[Message], calls: Sequence[ToolCall] | None = None) -> Iterator[Message]:

@@ -131,9 +131,9 @@ class Agents:
                 lineages += [replace(lineage, role=other.role) for lineage in other.lineages]
             rollout = replace(rollout, lineages=tuple(lineages))
         messages = {label: each.messages for label, each in by_label.items()}
-        others = {label: said for label, said in messages.items() if label not in self.trained and said}
-        if others:
-            frozen = {label: [to_dict(message) for message in said] for label, said in others.items()}
+        untrained = {label: said for label, said in messages.items() if label not in self.trained and said}
+        if untrained:
+            frozen = {label: [to_dict(message) for message in said] for label, said in untrained.items()}
             rollout = replace(rollout, info={**rollout.info, "frozen_agents": frozen})
         return rollout, messages
 
