@@ -33,8 +33,8 @@ from urllib.parse import urlsplit
 from palestra.core.types import Problem, SamplingParams, Turn
 from palestra.models.loading import load_tokenizer
 from palestra.policy.base import Policy
+from palestra.servers.gateway.conversation_tree import SharedPrompts
 from palestra.servers.gateway.gateway import Gateway
-from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.openai.completer import Completer
 
 TURNS = (

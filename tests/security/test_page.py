@@ -14,7 +14,7 @@ from palestra.runs.manager import RunManager
 from palestra.servers import connections, web
 from palestra.servers.gateway import app
 from palestra.servers.openai import completer
-from palestra.servers.openai.sampling_fields import MAX_PROMPTS
+from palestra.servers.openai.inference import MAX_PROMPTS
 
 ROOT = Path(__file__).parents[2]
 

@@ -45,6 +45,7 @@ MIB = 1 << 20
 _SILENCE_S = 30  # between two pieces of a body
 _BODY_S = 600.0
 _DRAIN_S = 30.0
+_MAX_REASONS = 5  # of a body that is invalid
 _ZSTD_WINDOW = 1 << 27  # bytes that a sender may make us hold
 
 T = TypeVar("T")
@@ -149,16 +150,13 @@ def parse(validate: Callable[[Any], T], data: Any, status: int = 422) -> T:
         if isinstance(data, bytes) and "hex escape" in str(error):
             with contextlib.suppress(ValueError):
                 return validate(json.dumps(read_json(data.decode())))
-        raise refuse(status, _explain(error)) from None
-
-
-def _explain(error: ValidationError) -> str:
-    lines = []
-    for item in error.errors(include_url=False, include_input=False)[:5]:
-        where = ".".join(str(part)[:100] for part in item["loc"]) or "the body"
-        lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
-    more = error.error_count() - len(lines)
-    return "; ".join(lines) + (f"; and {more} more" if more > 0 else "")
+        reasons = []
+        for item in error.errors(include_url=False, include_input=False):
+            where = ".".join(str(part)[:100] for part in item["loc"]) or "the body"
+            reasons.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
+        if len(reasons) > _MAX_REASONS:
+            reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} more"]
+        raise refuse(status, "; ".join(reasons)) from None
 
 
 request_log = logging.getLogger("palestra.requests")  # one line per request at level INFO

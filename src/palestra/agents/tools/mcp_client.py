@@ -7,11 +7,10 @@ them live in one event loop, in a separate thread.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shlex
 import tempfile
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
@@ -115,7 +114,12 @@ class McpConnection:
 
     def __init__(self, server: McpServer) -> None:
         self.server = server
-        self._live = _wait(_start(server), server.start_timeout_s + 10)
+        starting = asyncio.run_coroutine_threadsafe(_start(server), _loop())
+        try:
+            self._live = starting.result(server.start_timeout_s + 10)
+        except TimeoutError:
+            starting.cancel()
+            raise ServiceError(f"the MCP server {server} gave no answer within {server.start_timeout_s:g} s") from None
         self.tools: tuple[Tool, ...] = tuple(tools_by_name(map(self._tool, self._live.tools)).values())
         self._restart = asyncio.Lock()
 
@@ -222,11 +226,3 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="palestra-mcp", daemon=True).start()
     return loop
-
-
-def _wait(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-    future = asyncio.run_coroutine_threadsafe(work, _loop())
-    with contextlib.suppress(TimeoutError):
-        return future.result(timeout_s)
-    future.cancel()
-    raise ServiceError(f"an MCP server gave no answer within {timeout_s:g} s")

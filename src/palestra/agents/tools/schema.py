@@ -86,8 +86,7 @@ def function_schema(fn: Callable[..., Any]) -> FunctionSchema:
 
     Every attempt has its own copy of an environment and so its own bound methods: their schema is made once.
     """
-    function = getattr(fn, "__func__", None)
-    if function is None:
+    if (function := getattr(fn, "__func__", None)) is None:
         return _function_schema(fn)
     if function not in _OF_METHODS:
         _OF_METHODS[function] = _function_schema(fn)

@@ -14,17 +14,21 @@ from palestra.core.errors import InputError, UnsupportedError
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.streaming import Delta
 from palestra.servers.gateway.request import (
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
     ChatAnswer,
     ChatRequest,
     Event,
     Piece,
     PromptSize,
+    RequestForm,
+    SamplingFields,
     ToolChoice,
     grammar_of,
     json_schema,
+    short,
 )
 from palestra.servers.openai.completer import Completer
-from palestra.servers.openai.sampling_fields import MAX_STOP_LENGTH, MAX_STOPS, RequestForm, SamplingFields, short
 
 STATUS = {
     401: "authentication_error",

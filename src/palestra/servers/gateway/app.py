@@ -6,7 +6,9 @@ Each path is below /attempt/ID, and also at the root for clients that can set on
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,19 +22,33 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 
 from palestra.core.errors import ContextLengthError, InputError, PalestraError
+from palestra.models.chat.template import ChatFormat
 from palestra.servers.forwarding import KEY_PREFIX, ForwardedAgent
 from palestra.servers.gateway.anthropic_messages import STATUS, CountBody, MessagesBody
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
-from palestra.servers.gateway.request import AgentRequests, ChatRequest, Event, Piece, fit_template
+from palestra.servers.gateway.request import (
+    NO_EFFECT,
+    ChatRequest,
+    Event,
+    Piece,
+    RequestForm,
+    changes_answer,
+    fit_template,
+)
 from palestra.servers.gateway.responses import ResponseBody
-from palestra.servers.openai.completer import Completer
 from palestra.servers.web import MIB, error_body, make_app, message_of, parse, read_body, refuse, while_connected
 
 MAX_BODY = 16 * MIB
 _JSON_BYTES = 6  # of one character at most: \u0041
 OBJECT = TypeAdapter(dict[str, Any])
 _MAX_ENDED = 20_000
+# An inference server rejects these. Agents send them as hints, and a training does not sample by its clients' values.
+_HINTS = frozenset("prediction web_search_options frequency_penalty presence_penalty length_penalty".split())
+_MISSPELT = 0.85  # similarity from which an unknown field counts as a misspelt known one
+_MAX_LOGGED = 200  # names, of at most 60 characters each: clients choose them
+
+log = logging.getLogger("palestra")
 
 FindAttempt = Callable[[str | None, str | None], Attempt | ForwardedAgent]  # by the id in the URL, and by the key
 Body = ChatCompletionBody | ResponseBody | MessagesBody  # of one dialect
@@ -87,6 +103,48 @@ class OpenAttempts(Generic[AnyAttempt]):
         return attempt
 
 
+@dataclass(slots=True)
+class AgentRequests:
+    """Prepares the requests of agents that cannot be changed; each name that is left out is logged once per run.
+
+    Coding agents send fields for their own provider (`context_management` of Claude Code, `client_metadata` of Codex)
+    and offer hosted tools. Misspelt fields and those that would change the answer (`logit_bias`, `audio`) are refused.
+    """
+
+    _logged: set[str] = field(default_factory=set)
+
+    def clean(self, raw: dict[str, Any], form: type[RequestForm], chat: ChatFormat) -> dict[str, Any]:
+        """The body without fields and tools that the gateway lacks and the answer does not depend on."""
+
+        def is_extra(name: str) -> bool:
+            known = form.model_fields
+            if name in known or name in NO_EFFECT or name in _HINTS:
+                return name not in known
+            misspelt = difflib.get_close_matches(name[:100], known, 1, _MISSPELT)
+            return not (changes_answer(name, raw[name]) or misspelt)
+
+        left_out = [name for name in raw if is_extra(name)]
+        body = {name: value for name, value in raw.items() if name not in left_out}
+        if isinstance(tools := body.get("tools"), list):
+            typed = [tool for tool in tools if isinstance(tool, dict) and isinstance(tool.get("type"), str)]
+            hosted = [tool for tool in typed if tool["type"] != form.tool_kind]
+            body["tools"] = [tool for tool in tools if tool not in hosted]
+            left_out += [f"tool {tool['type']}" for tool in hosted]
+        if not chat.has_variable("reasoning_effort"):
+            reasoning = body.get("reasoning")
+            if body.pop("reasoning_effort", None) is not None:
+                left_out.append("reasoning_effort")
+            if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
+                body["reasoning"] = {**reasoning, "effort": None}
+                left_out.append("reasoning.effort")
+        names = [ascii(name[:60])[1:-1] for name in left_out if name not in NO_EFFECT]
+        new = [name for name in names if name not in self._logged]
+        if new and len(self._logged) < _MAX_LOGGED:
+            self._logged.update(new)
+            log.warning("ignored in requests of agents: %s", ", ".join(dict.fromkeys(new)))
+        return body
+
+
 def gateway_app(find: FindAttempt, routes: Sequence[BaseRoute] = (), token: str | None = None) -> Starlette:
     """The application; additional `routes` come first. The token opens attempts; all else needs an attempt's key."""
     dialects, api = dialect_routes(find, AgentRequests()), _Api(find)
@@ -135,14 +193,13 @@ class _Api:
         return JSONResponse({"object": "list", "data": [card], **ends} if asked is None else card)
 
     async def count_tokens(self, attempt: Attempt, request: Request) -> Response:
-        body = await self._read(request, attempt, CountBody)
-        return JSONResponse({"input_tokens": await attempt.count_tokens(_request(body, attempt.model))})
+        _, to_count = await self._read(request, attempt, CountBody)
+        return JSONResponse({"input_tokens": await attempt.count_tokens(to_count)})
 
     async def answer(self, form: type[Body], attempt: Attempt, request: Request) -> Response:
         """Sample the next message of a conversation in this form."""
         model = attempt.model
-        body = await self._read(request, attempt, form)
-        to_sample = _request(body, model)
+        body, to_sample = await self._read(request, attempt, form)
         if not body.stream:
             answers = await while_connected(request, attempt.answer(to_sample))
             return JSONResponse(body.response(answers, model))
@@ -159,7 +216,7 @@ class _Api:
 
         return event_stream(request, body.events(until_disconnected(), model))
 
-    async def _read(self, request: Request, attempt: Attempt, form: type[AnyBody]) -> AnyBody:
+    async def _read(self, request: Request, attempt: Attempt, form: type[AnyBody]) -> tuple[AnyBody, ChatRequest]:
         """Parse the body in its dialect; one that is larger than any history that fits the context is refused."""
         model = attempt.model
         limit = MIB + _JSON_BYTES * model.max_characters
@@ -174,11 +231,12 @@ class _Api:
         fields = parse(OBJECT.validate_json, raw, 400)
         if self._agents is not None:
             fields = self._agents.clean(fields, form, model.chat)
-        read: Callable[[Any], Any] = form.read
-        if issubclass(form, ResponseBody):
-            read = partial(form.read, stored=attempt.stored)
+        read: Any = partial(form.read, stored=attempt.stored) if issubclass(form, ResponseBody) else form.read
         body: AnyBody = parse(read, fields, 400)
-        return body
+        try:  # messages and tools may hold any values
+            return body, fit_template(body.request(model), model.chat)
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
+            raise InputError(f"the request is not in the form that this endpoint takes: {error}") from error
 
     def _find_attempt(self, request: Request) -> Attempt | ForwardedAgent:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -191,19 +249,12 @@ class _Api:
             attempt = self._find_attempt(request)
             if isinstance(attempt, ForwardedAgent):
                 return await attempt.forward(request)
-            return await endpoint(attempt, request)
+            try:
+                return await endpoint(attempt, request)
+            except RecursionError:
+                raise InputError("the request is nested too deeply") from None
 
         return answer
-
-
-def _request(body: Body | CountBody, model: Completer) -> ChatRequest:
-    """The request of a body, whose messages and tools may hold any values."""
-    try:
-        return fit_template(body.request(model), model.chat)
-    except RecursionError:
-        raise InputError("the request is nested too deeply") from None
-    except (TypeError, AttributeError, KeyError, ValueError) as error:
-        raise InputError(f"the request is not in the form that this endpoint takes: {error}") from error
 
 
 def event_stream(request: Request, events: AsyncIterator[Event]) -> Response:

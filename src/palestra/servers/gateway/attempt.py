@@ -8,11 +8,11 @@ import hashlib
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from palestra.core.errors import ContextLengthError, InputError, PalestraError, StateError
+from palestra.core.errors import ContextLengthError, PalestraError, StateError
 from palestra.core.messages import with_unique_ids
 from palestra.core.types import (
     Lineage,
@@ -30,11 +30,10 @@ from palestra.models.chat.toolcalls import Reply, strip_reasoning
 from palestra.rollout.agent_loop import check_record
 from palestra.rollout.collect import seed_of
 from palestra.servers.forwarding import new_key
-from palestra.servers.gateway.conversation_tree import ConversationTree, Prompt, TurnNode
+from palestra.servers.gateway.conversation_tree import ConversationTree, Prompt, SharedPrompts, TurnNode
 from palestra.servers.gateway.request import ChatAnswer, ChatRequest, Piece, PromptSize, params_of
 from palestra.servers.gateway.responses import StoredResponses
-from palestra.servers.gateway.shared_prompts import SharedPrompts
-from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream, decode, progress
+from palestra.servers.openai.completer import Completer, SamplingRequest, decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +124,10 @@ class Attempt:
 
     async def answer(self, request: ChatRequest) -> list[ChatAnswer]:
         """Sample the next assistant message `n` times. Cancelling this cancels the sampling."""
-        prompt = await self._prompt(request)
-        with self._turns(request, prompt) as turns:
+        with self._turns(request, await self._place(request)) as turns:
             if len(turns) == 1:  # in this task: one of its own would take longer than the rest
                 return [await self._record(request, turns[0], await self._sample(turns[0]))]
-            tasks = [turn.start(self._sample) for turn in turns]
+            tasks = self._begin(turns)
             await asyncio.wait(tasks)
             return [await self._record(request, turn, task.result()) for turn, task in zip(turns, tasks, strict=True)]
 
@@ -138,9 +136,8 @@ class Attempt:
 
         Yields (-1, None) while nothing is new, so that the caller can check whether its client is connected.
         """
-        prompt = await self._prompt(request)
-        with self._turns(request, prompt) as turns:
-            tasks = [turn.start(self._sample) for turn in turns]
+        with self._turns(request, await self._place(request)) as turns:
+            tasks = self._begin(turns)
             # a refusal of the policy comes before the stream begins
             for turn in turns:
                 await self.model.policy.follow(turn.session)
@@ -148,36 +145,31 @@ class Attempt:
                 if task.done():
                     task.result()
             yield -1, turns[0].size
-            chat, tokenizer = self.model.chat, self.model.tokenizer
+            chat = self.model.chat
             with_tools = bool(request.tools and request.reads_calls)
-            replies = [chat.stream(with_tools=with_tools, prompt_end=turn.prompt_end(tokenizer)) for turn in turns]
-            texts = [TextStream(tokenizer, turn.params.stop, turn.params.stop_token_ids) for turn in turns]
-            async for i, sampled in progress(tasks):
-                turn, reply = turns[i], replies[i]
-                if i < 0:
+            replies = [chat.stream(with_tools=with_tools, prompt_end=self._prompt_end(turn)) for turn in turns]
+            sessions, first = [turn.session for turn in turns], turns[0]
+            async for i, piece in self.model.texts(tasks, sessions, first.size.tokens, first.params):
+                if piece is None:
                     yield -1, None
-                elif sampled is None:
-                    new = texts[i].push(turn.session.token_ids[turn.size.tokens :])
-                    for delta in reply.push(new) if new else ():
+                elif isinstance(piece, str):
+                    for delta in replies[i].push(piece):
                         yield i, delta
                 else:
-                    answer = await self._record(request, turn, sampled)
+                    answer = await self._record(request, turns[i], piece)
                     said = Reply(answer.thinking, answer.message.text)
-                    for delta in reply.rest(said, answer.completion.text):
+                    for delta in replies[i].rest(said, answer.completion.text):
                         yield i, delta
                     yield i, answer
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        return (await self._prompt(request)).token_count
+        return (await self._place(request)).token_count
 
-    async def _prompt(self, request: ChatRequest) -> Prompt:
-        try:
-            return await self.tree.place(request.messages, request.tools, request.variables)
-        except RecursionError:
-            raise InputError("the request is nested too deeply") from None
+    async def _place(self, request: ChatRequest) -> Prompt:
+        return await self.tree.place(request.messages, request.tools, request.variables)
 
     @contextlib.contextmanager
-    def _turns(self, request: ChatRequest, prompt: Prompt) -> Iterator[list[_PendingTurn]]:
+    def _turns(self, request: ChatRequest, prompt: Prompt) -> Iterator[list[TurnNode]]:
         """The turns of a request; those that are not recorded at the end are discarded."""
         if self.ended:
             raise _ended()
@@ -195,7 +187,7 @@ class Attempt:
         except BaseException:
             self.tree.prompts.close_session(session)
             raise
-        turns, depth = list[_PendingTurn](), len(prompt.path)
+        turns, depth = list[TurnNode](), len(prompt.path)
         for i, each in enumerate(sessions):
             number = self.tree.take_number(prompt.place)
             if not self.records:
@@ -203,19 +195,27 @@ class Attempt:
             else:  # the attempt's seed plus the turn's depth, as in the agent loop; repeated requests get other seeds
                 seed = self.seed + depth if number == 0 else seed_of(f"{self.seed}/{depth}/{number}")
             params = params_of(request, self.sampling, self.client_sampling, limit, seed, i)
-            turns.append(_PendingTurn(prompt, each, number, params, PromptSize(len(each.token_ids), cached)))
+            turns.append(TurnNode(prompt, each, params, PromptSize(len(each.token_ids), cached), number))
         self.model.on_request(len(turns), turns[0].params)
         try:
             yield turns
         finally:
             for turn in turns:
-                if not turn.recorded:
+                if turn.number < 0:  # not in the tree
                     if turn.task is not None:
                         turn.task.cancel()
                     self.tree.prompts.close_session(turn.session)
-                    self.tree.free_number(prompt.place, turn.number)
+                    self.tree.free_number(prompt.place, turn.place_number)
 
-    async def _sample(self, turn: _PendingTurn) -> Turn:
+    def _begin(self, turns: Sequence[TurnNode]) -> list[asyncio.Task[Turn]]:
+        """Sample each turn in a task of its own."""
+        tasks = [asyncio.create_task(self._sample(turn)) for turn in turns]
+        for turn, task in zip(turns, tasks, strict=True):
+            turn.task = task
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # others may have failed first
+        return tasks
+
+    async def _sample(self, turn: TurnNode) -> Turn:
         """Sample a turn in the calling task; the end of the attempt cancels it."""
         task = asyncio.current_task()
         self._under_way.add(task)
@@ -248,7 +248,7 @@ class Attempt:
             )
         return min(left, self.model.room_after(len(session.token_ids), "conversation"))
 
-    async def _record(self, request: ChatRequest, turn: _PendingTurn, sampled: Turn) -> ChatAnswer:
+    async def _record(self, request: ChatRequest, turn: TurnNode, sampled: Turn) -> ChatAnswer:
         start = turn.size.tokens
         check_record(turn.session, start, sampled)
         completion = self.model.completion(sampled, turn.params)
@@ -257,21 +257,25 @@ class Attempt:
             scored = SamplingRequest(ids, 1, turn.params, top_logprobs=request.top_logprobs)
             completion = await self.model.scored(scored, completion)
         tools = request.tools if request.reads_calls else ()
-        said = self.model.read_reply(completion.text, tools, turn.prompt_end(self.model.tokenizer))
+        said = self.model.read_reply(completion.text, tools, self._prompt_end(turn))
         calls = said.calls
         reply = Message("assistant", strip_reasoning(said.text), calls)
         if self.records:  # unique in the attempt, and reproducible
             texts = [f"{self.seed}/{len(self.tree.nodes)}/{i}" for i in range(len(calls))]
             call_ids = tuple(f"call_{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}" for text in texts)
             has_stop_token = isinstance(completion.matched, int)
-            self.tree.add(turn.prompt, reply, sampled, turn.session, call_ids, has_stop_token)
-            turn.recorded = True
+            self.tree.add(turn, reply, sampled, call_ids, has_stop_token)
         else:
             call_ids = tuple(f"call_{secrets.token_hex(12)}" for _ in calls)
         if not calls:
             self.model.policy.skip_tool_barrier(turn.session)
         shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, call_ids, strict=True)))
         return ChatAnswer(shown, said.reasoning, completion, turn.size, turn.session.token_ids)
+
+    def _prompt_end(self, turn: TurnNode) -> str:
+        """The end of the prompt, which shows whether it opened the reasoning."""
+        end = turn.size.tokens
+        return decode(self.model.tokenizer, turn.session.token_ids[max(0, end - PROMPT_END_TOKENS) : end])
 
     def _rollout(self) -> Rollout:
         rows = dict(self.tree.rows())
@@ -304,27 +308,6 @@ class Attempt:
         if leaf.sampled.finish == "stop":
             return "answered"
         return "context_full" if leaf.token_count >= self.model.context_tokens else "truncated"
-
-
-@dataclass(eq=False, slots=True)
-class _PendingTurn:
-    prompt: Prompt
-    session: Any
-    number: int  # among the turns at the same place
-    params: SamplingParams
-    size: PromptSize  # what was in the session before
-    task: asyncio.Task[Turn] | None = None  # where it has one of its own
-    recorded: bool = False
-
-    def prompt_end(self, tokenizer: Any) -> str:
-        """The end of the prompt, which shows whether it opened the reasoning."""
-        start = max(0, self.size.tokens - PROMPT_END_TOKENS)
-        return decode(tokenizer, self.session.token_ids[start : self.size.tokens])
-
-    def start(self, sample: Callable[[_PendingTurn], Coroutine[Any, Any, Turn]]) -> asyncio.Task[Turn]:
-        self.task = asyncio.ensure_future(sample(self))
-        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # others may have failed first
-        return self.task
 
 
 def _ended() -> StateError:

@@ -20,13 +20,14 @@ from palestra.servers.gateway.request import (
     Event,
     Piece,
     PromptSize,
+    SamplingFields,
     function_tool,
     grammar_of,
     json_schema,
     openai_choice,
+    short,
 )
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer, Completion, decode
-from palestra.servers.openai.sampling_fields import SamplingFields, short
 
 
 class ChatCompletionBody(SamplingFields):

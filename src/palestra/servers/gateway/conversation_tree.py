@@ -1,107 +1,101 @@
 """The conversations of one attempt as a tree of sampled turns: a path from a root to a leaf is one lineage.
 
 A request whose history leads to a known turn continues there, with exactly the tokens that were sampled. Any other
-history starts a branch: at the last turn that it shares with a known conversation, or at a new root.
-
-A client often sends the history not letter by letter as it got it (docs/gateway.md). Messages become keys that are
-equal where the difference does not count: order, spacing and number format of JSON, ids of tool calls, thinking, and
-whitespace at the end.
+history starts a branch: at the last turn that it shares with a known conversation, or at a new root. Prompts that
+several attempts or lineages share are rendered and computed once.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import marshal
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.core.types import Message, ToolCall, Turn
-from palestra.models.chat.toolcalls import strip_reasoning
-from palestra.servers.gateway.shared_prompts import SharedPrompts
+from palestra.core.types import Message, SamplingParams, ToolCall, Turn
+from palestra.policy.base import Policy
+from palestra.servers.gateway.request import Key, PromptSize, marshalled_key, reply_keys, request_keys
 from palestra.servers.openai.completer import MAX_INLINE_CHARS, Completer, texts_of
 
-Key = tuple[Any, ...]
-_MAX_CACHED = 2048  # characters of a value whose key is kept
-_to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
-
-
-def request_keys(messages: Sequence[Message]) -> list[Key]:
-    """The key of each message. A tool result counts by which of the last calls it answers, whatever their ids."""
-    keys: list[Key] = []
-    positions: dict[str | None, int] = {}
-    for message in messages:
-        if message.role == "assistant":
-            positions = {call.id: i for i, call in enumerate(message.tool_calls)}
-            keys.append(reply_keys(message)[0])
-        elif message.role == "tool":
-            place = positions.get(message.tool_call_id, message.tool_call_id)
-            result_key = _cached_result_key if len(message.text) <= _MAX_CACHED else _result_key
-            keys.append(("tool", place, result_key(message.text)))
-        else:
-            keys.append((message.role, message.name, message.text.rstrip()))
-    return keys
-
-
-def reply_keys(message: Message) -> tuple[Key, ...]:
-    """All keys that match a reply: its text without thinking and outer whitespace, and the values of its calls.
-
-    The second one is without text: some clients drop that of a message with tool calls.
-    """
-    calls: list[Key] = []
-    for call in message.tool_calls:  # every request of a conversation brings those of all its calls again
-        marshalled = marshal.dumps(call.arguments, 2)
-        is_short = len(marshalled) <= _MAX_CACHED
-        arguments = _marshalled_key(marshalled) if is_short else value_key(call.arguments)
-        calls.append((call.name, arguments, call.error))
-    text = strip_reasoning(message.text)
-    full = ("assistant", text, tuple(calls))
-    return (full, ("assistant", "", full[2])) if text and calls else (full,)
-
-
-@lru_cache(8192)
-def _marshalled_key(marshalled: bytes) -> str:
-    return value_key(marshal.loads(marshalled))
-
-
-def value_key(value: Any) -> str:
-    """A JSON value without the order of its keys; numbers as doubles, which is all that JavaScript keeps of them."""
-    return _to_json(_as_doubles(value))
-
-
-def _as_doubles(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _as_doubles(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_doubles(each) for each in value]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            return float(value) + 0.0  # -0.0 is 0.0
-        except OverflowError:
-            return str(value)
-    return value
-
-
-def _result_key(text: str) -> str:
-    """The key of a tool result: JSON objects and lists by value, otherwise the text."""
-    body = text.strip()
-    if body[:1] in ("{", "["):
-        try:
-            return "json " + value_key(json.loads(body))
-        except (ValueError, RecursionError):
-            pass
-    return "text " + text.rstrip()
-
-
-_cached_result_key = lru_cache(8192)(_result_key)
-
-
+_WORTH_SHARING = 16  # tokens; the first few of a template are the same in every conversation
 _KEY_COST = 8  # comparing a character is about this many times faster than tokenising it
 _MAX_UNUSED = 64  # turns that later requests are searched for
 Schemas = Sequence[dict[str, Any]]
 Place = tuple["TurnNode | None", str, tuple[Key, ...]]  # parent turn, key of the tools, keys of the new messages
+
+
+@dataclass(eq=False, slots=True)
+class SharedPrompts:
+    """The sessions of a group of siblings. Close it when they have ended.
+
+    The first that opens a prompt forks it for all. Any other beginning goes on from the open session with which it has
+    the most tokens in common, where the policy can branch: an edited history, a subagent with the same instructions.
+    With 0 siblings nothing is shared here: the engine finds the prefixes of a server's closed sessions itself.
+    """
+
+    policy: Policy[Any]
+    siblings: int
+    _forks: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
+    _open: dict[int, Any] = field(default_factory=dict)  # handed out and not closed yet, by their id()
+    _rendered: dict[Any, Turn] = field(default_factory=dict)
+
+    def render(self, messages: Sequence[Message], opening: str, make: Callable[[], Turn]) -> Turn:
+        """The tokens of an opening; `opening` names its tools and variables."""
+        if self.siblings <= 1 or any(message.tool_calls for message in messages):
+            return make()
+        key = (opening, tuple(messages))
+        if key not in self._rendered:
+            self._rendered[key] = make()
+        return self._rendered[key]
+
+    def open(self, prompt_ids: Sequence[int]) -> tuple[Any, int]:
+        """A session with a prompt that siblings may open, too, and how many of its tokens another one had."""
+        key = tuple(prompt_ids)
+        if forks := self._forks.get(key):
+            return self._noted(forks.pop()), 0
+        session, shared = self.branch(prompt_ids)
+        if self.siblings > 1 and not shared and key not in self._forks:  # else forking would be one step more
+            self._open.pop(id(session), None)
+            session, *self._forks[key] = self.policy.fork(session, self.siblings)
+            self._noted(session)
+        return session, shared
+
+    def branch(self, token_ids: Sequence[int]) -> tuple[Any, int]:
+        """A session with these tokens, and how many of them it shares with another one."""
+        source, shared = None, _WORTH_SHARING - 1
+        for session in reversed(self._open.values()):
+            if session.token_ids[shared : shared + 1] != token_ids[shared : shared + 1]:
+                continue  # it cannot share more
+            if (length := _in_common(token_ids, session.token_ids)) > shared:
+                source, shared = session, length
+        if source is None:
+            return self._noted(self.policy.open(token_ids)), 0
+        session = self.policy.branch(source, shared)
+        self.policy.append(session, token_ids[shared:])
+        return self._noted(session), shared
+
+    def fork(self, session: Any, n: int) -> list[Any]:
+        """Replace a session by n copies."""
+        self._open.pop(id(session), None)
+        return [self._noted(each) for each in self.policy.fork(session, n)]
+
+    def close_session(self, session: Any) -> None:
+        self._open.pop(id(session), None)
+        self.policy.close(session)
+
+    def close(self) -> None:
+        for forks in self._forks.values():
+            for session in forks:
+                self.policy.close(session)
+        self._forks.clear()
+
+    def _noted(self, session: Any) -> Any:
+        if self.siblings and self.policy.can_branch:
+            self._open[id(session)] = session
+        return session
 
 
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
@@ -130,13 +124,20 @@ class Prompt:
 
 @dataclass(eq=False, slots=True, repr=False)
 class TurnNode:
-    """One sampled turn with the prompt before it. Its session stays open until a request continues it."""
+    """One turn behind a prompt. `ConversationTree.add` takes it in when it has been sampled.
+
+    From then on its session stays open until a request continues it.
+    """
 
     prompt: Prompt
-    reply: Message
-    sampled: Turn
     session: Any
-    number: int  # in the order in which turns ended
+    params: SamplingParams
+    size: PromptSize  # of what was in the session before
+    place_number: int  # among the turns at the same place
+    task: asyncio.Task[Turn] | None = None  # that samples it, where it has one of its own
+    reply: Message = field(init=False)
+    sampled: Turn = field(init=False)
+    number: int = -1  # in the order in which turns ended; -1 outside of the tree
     call_ids: tuple[str, ...] = ()  # of the reply's calls, as the client knows them
     has_stop_token: bool = True
     refused: bool = False  # the next turn was refused because the lineage had used up its new tokens
@@ -205,7 +206,7 @@ class ConversationTree:
         keys, opening = await self.model.prepare(
             # tools and variables are the same in most requests, and marshalled ten times as quickly as written in JSON
             size // _KEY_COST,
-            lambda _: (request_keys(messages), _marshalled_key(marshal.dumps([tools, variables], 2))),
+            lambda _: (request_keys(messages), marshalled_key(marshal.dumps([tools, variables], 2))),
         )
         node, start = self._find(messages, keys, opening)
         names = tuple(str(tool.get("function", tool).get("name", "")) for tool in tools)
@@ -249,15 +250,11 @@ class ConversationTree:
         return session, cached
 
     def add(
-        self,
-        prompt: Prompt,
-        reply: Message,
-        sampled: Turn,
-        session: Any,
-        call_ids: tuple[str, ...],
-        has_stop_token: bool,
-    ) -> TurnNode:
-        node = TurnNode(prompt, reply, sampled, session, len(self.nodes), call_ids, has_stop_token)
+        self, node: TurnNode, reply: Message, sampled: Turn, call_ids: tuple[str, ...], has_stop_token: bool
+    ) -> None:
+        """Take in a turn that has been sampled."""
+        prompt, node.reply, node.sampled, node.number = node.prompt, reply, sampled, len(self.nodes)
+        node.call_ids, node.has_stop_token = call_ids, has_stop_token
         self.nodes.append(node)
         self._mark_used(prompt)
         self._unused[node] = None
@@ -269,7 +266,6 @@ class ConversationTree:
         self._replies.add(keys[0])
         for key in keys:
             self._by_reply.setdefault((prompt.place, key), []).append(node)
-        return node
 
     def take_number(self, place: Place) -> int:
         """Reserve the lowest free number of a turn at this place. It decides the seed."""
@@ -280,10 +276,7 @@ class ConversationTree:
 
     def free_number(self, place: Place, number: int) -> None:
         """Release the number of a turn that was not sampled, so that the same request gets the same answer again."""
-        taken = self._numbers[place]
-        taken.discard(number)
-        if not taken:
-            del self._numbers[place]
+        self._numbers[place].discard(number)
 
     def close(self) -> None:
         for node in self.nodes:
@@ -363,6 +356,11 @@ class ConversationTree:
                         best = rank, child, end + 1
                     paths.append((child, end + 1, known))
         return best[1], best[2]
+
+
+def _in_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of tokens that both begin with."""
+    return bisect_left(range(min(len(a), len(b))), True, key=lambda i: a[: i + 1] != b[: i + 1])
 
 
 def _with_call_names(messages: Sequence[Message], calls: Sequence[ToolCall] | None = None) -> Iterator[Message]:

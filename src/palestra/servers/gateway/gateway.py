@@ -25,7 +25,7 @@ from palestra.rollout.collect import seed_of
 from palestra.servers.forwarding import ForwardedAgent
 from palestra.servers.gateway.app import OpenAttempts, gateway_app
 from palestra.servers.gateway.attempt import Attempt
-from palestra.servers.gateway.shared_prompts import SharedPrompts
+from palestra.servers.gateway.conversation_tree import SharedPrompts
 from palestra.servers.gateway.workers import GatewayWorkers, WorkerAttempt, WorkerPrompts
 from palestra.servers.openai.completer import Completer
 from palestra.servers.web import Server, open_port, reachable_url

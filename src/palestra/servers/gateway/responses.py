@@ -22,13 +22,15 @@ from palestra.servers.gateway.request import (
     Event,
     Piece,
     PromptSize,
+    RequestForm,
+    SamplingFields,
     function_tool,
     grammar_of,
     json_schema,
     openai_choice,
+    short,
 )
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer
-from palestra.servers.openai.sampling_fields import RequestForm, SamplingFields, short
 
 # Accepted where they ask for what is done anyway.
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
@@ -79,13 +81,13 @@ class ResponseBody(RequestForm):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
-    _stored: StoredResponses = PrivateAttr()
+    _stored: StoredResponses = PrivateAttr(default_factory=StoredResponses)
     _history: tuple[Message, ...] = PrivateAttr(default=())
 
     @classmethod
     def read(cls, raw: dict[str, Any], stored: StoredResponses | None = None) -> Self:
         body = super().read(raw)
-        body._stored = StoredResponses() if stored is None else stored
+        body._stored = body._stored if stored is None else stored
         return body
 
     def request(self, model: Completer) -> ChatRequest:

@@ -32,7 +32,7 @@ from palestra.policy.workers import WorkerProcess
 from palestra.servers.forwarding import ForwardedAgent
 from palestra.servers.gateway.app import OpenAttempts, gateway_app
 from palestra.servers.gateway.attempt import Attempt, AttemptCounts
-from palestra.servers.gateway.shared_prompts import SharedPrompts
+from palestra.servers.gateway.conversation_tree import SharedPrompts
 from palestra.servers.openai.completer import Completer, ignore_request
 from palestra.servers.web import Server, open_port, url_of
 

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar
 
 from palestra.core.errors import (
     ContextLengthError,
-    InputError,
     NotAllowedError,
     PalestraError,
     SettingError,
@@ -26,7 +25,6 @@ from palestra.models.chat.template import ChatFormat
 from palestra.models.chat.toolcalls import Reply, UnexpectedCalls
 from palestra.models.chat.written import check_tool_calls
 from palestra.policy.base import Policy, TokenLogprobs
-from palestra.servers.openai.sampling_fields import MAX_PROMPTS, SamplingFields
 
 MAX_TOP_LOGPROBS = 20
 MAX_INLINE_CHARS = 1 << 14  # a longer text is prepared in a thread, so that it delays no other request
@@ -34,8 +32,7 @@ _TOO_MANY = 1.25  # times the context's tokens: counted in chunks, a text may ha
 _POLL_S = 0.01
 _to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 SEED_STRIDE = 1_000_003  # between the choices of a request
-_MAX_SEQUENCES = MAX_PROMPTS  # prompts x n of one request
-_MAX_TOKENS = 1 << 22  # … and their prompts' tokens x n
+_MAX_TOKENS = 1 << 22  # of the prompts of one request x n
 
 T = TypeVar("T")
 # `policy.local.token_logprobs` of a model, or of one in another process
@@ -165,32 +162,6 @@ class Completer:
         self.check_length(len(text))
         return tuple(self.tokenizer(text)["input_ids"])
 
-    def requests(
-        self, prompts: Sequence[Any], fields: SamplingFields, new_tokens: int, **scoring: Any
-    ) -> list[SamplingRequest]:
-        """Sampling requests for prompts of text or token ids; limits are checked before anything is tokenised.
-
-        `new_tokens` is the form's default; `scoring` are top_logprobs and scores_prompt.
-        """
-        if len(prompts) * fields.choices > _MAX_SEQUENCES:
-            raise NotAllowedError(
-                f"{len(prompts)} prompts x n={fields.choices} in one request; up to {_MAX_SEQUENCES} completions "
-                "are made, send the rest apart"
-            )
-        ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        self.check_total(sum(map(len, ids)) * fields.choices)
-        requests = []
-        for prompt_ids in ids:
-            if not prompt_ids:
-                raise InputError("the prompt is empty; give at least one token to continue from")
-            if self.vocabulary is not None and not (min(prompt_ids) >= 0 and max(prompt_ids) < self.vocabulary):
-                raise InputError(f"a token id of the prompt is outside the vocabulary 0..{self.vocabulary - 1}")
-            params = fields.params(self.eos, self.room_after(len(prompt_ids), "prompt"), new_tokens)
-            requests.append(SamplingRequest(tuple(prompt_ids), fields.choices, params, **scoring))
-        for each in requests:
-            self.check_scoring(each)
-        return requests
-
     def check_total(self, tokens: int) -> None:
         """Refuse a request for too many choices of long prompts."""
         if tokens > _MAX_TOKENS:
@@ -225,9 +196,8 @@ class Completer:
     async def complete(self, request: SamplingRequest) -> list[Completion]:
         """Sample exactly n completions; cancelling this cancels the sampling."""
         self.on_request(request.n, request.params)
-        if request.params.max_new_tokens == 0:
-            sampled = [Turn("model", (), (), (), "length")] * request.n  # type: ignore[arg-type]
-        else:
+        sampled = [Turn("model", (), (), (), "length")] * request.n  # type: ignore[arg-type]
+        if request.params.max_new_tokens:
             sessions = self._open(request)
             try:
                 sampled = await asyncio.gather(*map(self.policy.sample, sessions, request.seeded))
@@ -262,16 +232,12 @@ class Completer:
         self.on_request(request.n, request.params)
         sessions = self._open(request)
         tasks = [asyncio.ensure_future(turn) for turn in map(self.policy.sample, sessions, request.seeded)]
-        texts = [TextStream(self.tokenizer, request.params.stop, request.params.stop_token_ids) for _ in sessions]
-        start = len(request.prompt_ids)
         try:
-            async for i, turn in progress(tasks):
-                if turn is not None:
-                    yield i, await self.scored(request, self.completion(turn, request.params))
-                elif i < 0:
-                    yield -1, None
-                elif new := texts[i].push(sessions[i].token_ids[start:]):
-                    yield i, new
+            async for i, piece in self.texts(tasks, sessions, len(request.prompt_ids), request.params):
+                if isinstance(piece, Turn):
+                    yield i, await self.scored(request, self.completion(piece, request.params))
+                else:
+                    yield i, piece
         finally:  # without waiting: a cancelled stream may have every wait in here cancelled, too
             for session, task in zip(sessions, tasks, strict=True):
                 task.cancel()
@@ -281,6 +247,24 @@ class Completer:
     def _open(self, request: SamplingRequest) -> list[Any]:
         session = self.policy.open(request.prompt_ids)
         return self.policy.fork(session, request.n) if request.n > 1 else [session]
+
+    async def texts(
+        self, tasks: Sequence[asyncio.Future[Turn]], sessions: Sequence[Any], start: int, params: SamplingParams
+    ) -> AsyncGenerator[tuple[int, str | Turn | None], None]:
+        """Yield (number, new text) of each task's turn, (number, Turn) at its end, and (-1, None) after each look.
+
+        The turns have the same stops, and begin at the token `start` of their sessions.
+        """
+        texts = [TextStream(self.tokenizer, params.stop, params.stop_token_ids) for _ in tasks]
+        under_way = dict(enumerate(tasks))
+        while under_way:
+            await asyncio.wait(under_way.values(), timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            for i, task in list(under_way.items()):
+                if task.done():
+                    yield i, under_way.pop(i).result()
+                elif new := texts[i].push(sessions[i].token_ids[start:]):
+                    yield i, new
+            yield -1, None
 
     def completion(self, turn: Turn, params: SamplingParams) -> Completion:
         ids, matched = turn.token_ids.tolist(), None
@@ -315,16 +299,6 @@ class TextStream:
             return ""
         self._start, self._end = self._end, len(ids)
         return self._certain.push(longer[len(known) :])
-
-
-async def progress(tasks: Sequence[asyncio.Future[Turn]]) -> AsyncGenerator[tuple[int, Turn | None], None]:
-    """Each turn when it has ended, (its number, None) at each look before that, and (-1, None) after each look."""
-    under_way = dict(enumerate(tasks))
-    while under_way:
-        await asyncio.wait(under_way.values(), timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-        for i, task in list(under_way.items()):
-            yield i, under_way.pop(i).result() if task.done() else None
-        yield -1, None
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:

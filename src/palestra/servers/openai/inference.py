@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field
 from starlette.applications import Starlette
@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from palestra.core.errors import NotAllowedError, SettingError, UnsupportedError
+from palestra.core.errors import InputError, NotAllowedError, SettingError, UnsupportedError
 from palestra.core.types import Problem, SamplingParams
 from palestra.core.weights import Weights
 from palestra.models.loading import LoadedModel, load_model
@@ -32,13 +32,49 @@ from palestra.policy.local import token_logprobs
 from palestra.servers.gateway.app import MAX_BODY, OBJECT, dialect_routes, error_form, event_stream
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import response, token_text, usage
-from palestra.servers.gateway.request import Event
+from palestra.servers.gateway.request import Event, RequestForm, SamplingFields
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest, decode
-from palestra.servers.openai.sampling_fields import Prompts, RequestForm, SamplingFields, TokenIds, is_batch
 from palestra.servers.web import MIB, make_app, parse, read_body, while_connected
 
 _DEFAULT_COMPLETION_TOKENS, _SGLANG_NEW_TOKENS = 16, 128
+MAX_PROMPTS = 1024  # x n of one request
+T = TypeVar("T")
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Prompts = Annotated[list[T], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 Rows = Sequence[Sequence[Completion]]  # the completions of each request
+
+
+def sampling_requests(
+    model: Completer, prompts: Any, fields: SamplingFields, new_tokens: int, **scoring: Any
+) -> list[SamplingRequest]:
+    """A sampling request for each prompt of text or token ids; limits are checked before anything is tokenised.
+
+    `new_tokens` is the form's default; `scoring` are top_logprobs and scores_prompt.
+    """
+    prompts = prompts if is_batch(prompts) else [prompts]
+    if len(prompts) * fields.choices > MAX_PROMPTS:
+        raise NotAllowedError(
+            f"{len(prompts)} prompts x n={fields.choices} in one request; up to {MAX_PROMPTS} completions "
+            "are made, send the rest apart"
+        )
+    ids = [model.encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
+    model.check_total(sum(map(len, ids)) * fields.choices)
+    requests = []
+    for prompt_ids in ids:
+        if not prompt_ids:
+            raise InputError("the prompt is empty; give at least one token to continue from")
+        if model.vocabulary is not None and not (min(prompt_ids) >= 0 and max(prompt_ids) < model.vocabulary):
+            raise InputError(f"a token id of the prompt is outside the vocabulary 0..{model.vocabulary - 1}")
+        params = fields.params(model.eos, model.room_after(len(prompt_ids), "prompt"), new_tokens)
+        requests.append(SamplingRequest(prompt_ids, fields.choices, params, **scoring))
+    for each in requests:
+        model.check_scoring(each)
+    return requests
+
+
+def is_batch(prompt: Any) -> bool:
+    """Whether it is a list of prompts, rather than a text or token ids."""
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
 
 
 class CompletionBody(SamplingFields):
@@ -53,12 +89,10 @@ class CompletionBody(SamplingFields):
     def requests(self, model: Completer) -> list[SamplingRequest]:
         if self.max_tokens == 0 and not self.echo:
             raise SettingError("max_tokens=0 samples nothing; use 1 or more, or echo=true")
-        several = is_batch(self.prompt)
-        if self.stream and (self.echo or several):
+        if self.stream and (self.echo or is_batch(self.prompt)):
             raise SettingError("streaming takes one prompt at a time, without echo; send the prompts apart")
-        prompts: list[Any] = self.prompt if several else [self.prompt]  # type: ignore[assignment]
         scoring = {"top_logprobs": self.logprobs or 0, "scores_prompt": bool(self.echo) and self.logprobs is not None}
-        requests = model.requests(prompts, self, _DEFAULT_COMPLETION_TOKENS, **scoring)
+        requests = sampling_requests(model, self.prompt, self, _DEFAULT_COMPLETION_TOKENS, **scoring)
         if self.max_tokens != 0:
             return requests
         return [replace(request, params=replace(request.params, max_new_tokens=0)) for request in requests]
@@ -100,9 +134,8 @@ class SglangBody(RequestForm):
             raise SettingError("logprob_start_len and top_logprobs_num need return_logprob=true")
         if not self.prompts:
             raise SettingError("/generate needs input_ids or text; got neither")
-        prompts = self.prompts if is_batch(self.prompts) else [self.prompts]
         scoring = {"top_logprobs": self.top_logprobs_num or 0, "scores_prompt": self.prompt_from is not None}
-        return model.requests(prompts, self.sampling_params, _SGLANG_NEW_TOKENS, **scoring)
+        return sampling_requests(model, self.prompts, self.sampling_params, _SGLANG_NEW_TOKENS, **scoring)
 
     def response(self, requests: Sequence[SamplingRequest], rows: Rows, model: Completer) -> Any:
         """One object for one completion, a list for several."""
@@ -162,7 +195,7 @@ class VllmBody(SamplingFields):
 
     def requests(self, model: Completer) -> list[SamplingRequest]:
         prompt = self.prompt if isinstance(self.prompt, str) else self.prompt.prompt_token_ids
-        return model.requests([prompt], self, _DEFAULT_COMPLETION_TOKENS)
+        return sampling_requests(model, prompt, self, _DEFAULT_COMPLETION_TOKENS)
 
     def response(self, requests: Sequence[SamplingRequest], rows: Rows, model: Completer) -> Any:
         (request,), (row,) = requests, rows

@@ -134,16 +134,15 @@ def attempt_routes(take: Callable[..., Any], reward: Callable[..., Any]) -> list
 def case_answer(request: Request, case: Mapping[str, Any], endpoint: Endpoint, **more: Any) -> Response:
     """The answer to an agent that takes a case. The URLs have the address by which it has reached this server: in a
     container, or behind a forwarded port, that is not the one that the server knows."""
+
+    def where(agent: Endpoint) -> dict[str, str]:
+        if host := request.headers.get("host"):
+            agent = replace(agent, base_url=f"{request.url.scheme}://{host}{urlsplit(agent.base_url).path}")
+        return {"base_url": agent.base_url, "anthropic_base_url": agent.anthropic_url, "api_key": agent.api_key}
+
     if endpoint.agents:
-        more["agents"] = {label: _where(request, agent) for label, agent in endpoint.agents.items()}
-    return JSONResponse({"id": endpoint.attempt_id, "case": dict(case), **_where(request, endpoint), **more})
-
-
-def _where(request: Request, endpoint: Endpoint) -> dict[str, str]:
-    if host := request.headers.get("host"):
-        path = urlsplit(endpoint.base_url).path
-        endpoint = replace(endpoint, base_url=f"{request.url.scheme}://{host}{path}")
-    return {"base_url": endpoint.base_url, "anthropic_base_url": endpoint.anthropic_url, "api_key": endpoint.api_key}
+        more["agents"] = {label: where(agent) for label, agent in endpoint.agents.items()}
+    return JSONResponse({"id": endpoint.attempt_id, "case": dict(case), **where(endpoint), **more})
 
 
 async def read_reward(request: Request, api_key: str | None) -> RewardBody:

@@ -25,8 +25,8 @@ from palestra.rollout.collect import Runner, Started
 from palestra.rollout.rewards import MAIN_ROLE, role_score
 from palestra.servers.forwarding import ForwardedAgent
 from palestra.servers.gateway.attempt import Attempt
+from palestra.servers.gateway.conversation_tree import SharedPrompts
 from palestra.servers.gateway.gateway import Gateway
-from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.gateway.workers import WorkerAttempt, WorkerPrompts
 from palestra.servers.openai.completer import Completer
 
@@ -119,11 +119,8 @@ class Agents:
     async def finish(self) -> tuple[Rollout, dict[str, tuple[Message, ...]]]:
         """End all of them: one rollout with what is trained, and the last conversation of each labelled agent."""
         rollout = await self.main.finish()
-        by_label: dict[str, Rollout] = {}
-        for label, agent in self.others.items():
-            ended = await agent.finish()
-            if ended is not None:
-                by_label[label] = ended
+        ended = {label: await agent.finish() for label, agent in self.others.items()}
+        by_label = {label: each for label, each in ended.items() if each is not None}
         # the first one with turns; all other conversations are its lineages, each with its role
         spoken = [r for r in (rollout, *(replace(by_label[name], role=name) for name in self.trained)) if r.turns]
         if spoken:
@@ -133,24 +130,12 @@ class Agents:
                 lineages.append(Lineage(other.turns, other.messages, other.stop, other.role))
                 lineages += [replace(lineage, role=other.role) for lineage in other.lineages]
             rollout = replace(rollout, lineages=tuple(lineages))
-        messages = {label: ended.messages for label, ended in by_label.items()}
-        frozen = {
-            label: [to_dict(m) for m in said] for label, said in messages.items() if label not in self.trained and said
-        }
-        return (replace(rollout, info={**rollout.info, "frozen_agents": frozen}) if frozen else rollout), messages
-
-
-def role_metrics(group: Group, weights: Mapping[str, float]) -> dict[str, Any]:
-    """The mean reward of each agent that measures tell apart."""
-    good = [r for r in group.rollouts if r.error is None]
-    roles = dict.fromkeys(role for r in good for score in r.scores.values() for role in score.roles)
-    return {
-        f"reward/{role}": sum(
-            weights.get(name, 1.0) * role_score(score, role) for r in good for name, score in r.scores.items()
-        )
-        / len(good)
-        for role in roles
-    }
+        messages = {label: each.messages for label, each in by_label.items()}
+        untrained = {label: said for label, said in messages.items() if label not in self.trained and said}
+        if untrained:
+            frozen = {label: [to_dict(message) for message in said] for label, said in untrained.items()}
+            rollout = replace(rollout, info={**rollout.info, "frozen_agents": frozen})
+        return rollout, messages
 
 
 _COUNTS = {  # statistic of an attempt's conversations -> its metric
@@ -196,11 +181,15 @@ class ProgramRunner(Runner):
 
     def metrics(self, started: Started, group: Group) -> dict[str, Any]:
         """Statistics of the agents that are trained, averaged over the attempts, and the rewards of roles."""
-        found = {}
+        metrics, weights = dict[str, Any](), self.environment.reward_weights
         for name, key in _COUNTS.items():
             counts = [sum(getattr(a.counts, name) for a in agents.recorded) for agents in started.state[1]]
-            found[f"agent/{key}"] = fmean(counts)
-        return found | role_metrics(group, self.environment.reward_weights)
+            metrics[f"agent/{key}"] = fmean(counts)
+        good = [r for r in group.rollouts if r.error is None]
+        for role in dict.fromkeys(role for r in good for score in r.scores.values() for role in score.roles):
+            rewards = [weights.get(n, 1.0) * role_score(s, role) for r in good for n, s in r.scores.items()]
+            metrics[f"reward/{role}"] = sum(rewards) / len(good)
+        return metrics
 
     async def attempt(self, group: Started, i: int, seed_key: str) -> Rollout:
         problem = group.problem

@@ -10,8 +10,7 @@ from scripted_model import END, QUESTION, TOOL, completer
 
 from palestra.core.types import Message
 from palestra.models.chat.template import ChatFormat
-from palestra.servers.gateway.request import ChatRequest, fit_template
-from palestra.servers.openai.sampling_fields import SamplingFields
+from palestra.servers.gateway.request import ChatRequest, SamplingFields, fit_template
 
 ADD = {"name": "add", "description": "Add.", "input_schema": TOOL["function"]["parameters"]}
 FUNCTION = {"type": "function", **TOOL["function"]}

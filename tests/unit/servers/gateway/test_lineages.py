@@ -10,7 +10,7 @@ from scripted_model import END, PROBLEM, QUESTION, TOOL, BranchingPolicy, Script
 from palestra.core.errors import ContextLengthError, StateError
 from palestra.core.types import CUT_OFF, Group, Message, SamplingParams
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
-from palestra.servers.gateway.shared_prompts import SharedPrompts
+from palestra.servers.gateway.conversation_tree import SharedPrompts
 from palestra.train.batch import to_batch
 
 SYSTEM = {"role": "system", "content": "Use tools."}

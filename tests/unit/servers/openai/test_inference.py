@@ -295,13 +295,13 @@ def test_the_tokens_of_all_prompts_times_n_are_bounded(http, monkeypatch):
 
 
 def test_a_large_body_is_prepared_in_a_thread_with_the_same_result(http, monkeypatch):
-    threads, prepare = [], Completer.requests
+    threads, prepare = [], Completer.check_total
 
-    def noted(self, *args, **scoring):
+    def noted(self, tokens):
         threads.append(threading.current_thread().name)
-        return prepare(self, *args, **scoring)
+        return prepare(self, tokens)
 
-    monkeypatch.setattr(Completer, "requests", noted)
+    monkeypatch.setattr(Completer, "check_total", noted)
     body = {"prompt": "What is 3 + 4?", "max_tokens": 4, "temperature": 0}
     small = http.post("/v1/completions", json=body).json()["choices"]
     monkeypatch.setattr("palestra.servers.openai.completer.MAX_INLINE_CHARS", 10)
