@@ -65,6 +65,10 @@ class WorkerAttempt(ForwardedAgent):
         return self.base_url.removesuffix("/v1")
 
     @property
+    def is_lost(self) -> bool:
+        return self._worker.lost is not None
+
+    @property
     def counts(self) -> AttemptCounts:
         if self._finished is None or not self._finished.done():
             raise StateError("the counts of an attempt in a gateway worker are known after `await attempt.finish()`")
@@ -97,6 +101,10 @@ class WorkerPrompts:
         self.number = number
         worker.groups += 1
         worker.send("group", number, siblings)
+
+    @property
+    def is_lost(self) -> bool:
+        return self.worker.lost is not None
 
     def open(self, problem: Problem, **options: Any) -> WorkerAttempt:
         """Open an attempt in the worker; `options` are those of `Attempt`."""
@@ -131,7 +139,7 @@ class GatewayWorker(WorkerProcess):
         self.channel.send(kind, *values)
 
     def explain(self, how: str) -> PalestraError:
-        log.error("a gateway worker (process %d) %s; its open attempts fail", self.process.pid, how)
+        log.error("a gateway worker (process %d) %s, and its open attempts with it", self.process.pid, how)
         return RolloutError(
             f"the gateway worker of this attempt (process {self.process.pid}) {how}; its other attempts failed, too. "
             "Look for its last words in the log, or set agent.gateway_workers to 0"
