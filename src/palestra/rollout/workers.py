@@ -122,6 +122,8 @@ class RolloutWorkers:
             try:
                 await asyncio.wait([reply])
                 reply.result()
+                if unread := [problems[i].id for i in numbers if i not in found]:  # it would be collected for ever
+                    raise CodecError(f"the groups of {unread} could not be read, as the log says")
             except PalestraError as error:
                 if error is not worker.lost:
                     raise
