@@ -202,5 +202,5 @@ def test_a_record_that_cannot_be_sent_fails_its_attempt_alone():
             errors = [[rollout.error for rollout in group.rollouts] for group in groups]
             assert errors[0] == errors[2] == [None, None]
             assert errors[1][1] is None
-            assert errors[1][0].startswith("info['handle'] is a TextIOWrapper, which cannot be sent")
+            assert errors[1][0].startswith("rollout.info['handle'] is a TextIOWrapper, which cannot be sent")
         workers.close()

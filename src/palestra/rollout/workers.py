@@ -243,7 +243,7 @@ def _sendable(rollout: Rollout) -> Rollout:
     try:
         encode(rollout)
     except CodecError as error:
-        return Rollout(rollout.problem_id, (), (), "failed", error=f"{error}; set rollout.workers to 0")
+        return Rollout(rollout.problem_id, (), (), "failed", error=f"rollout{error}; set rollout.workers to 0")
     return rollout
 
 
