@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from palestra.core.calls import hung_calls, note_hung_calls
-from palestra.core.channel import Channel
+from palestra.core.channel import Channel, Handlers
 from palestra.core.children import Fork
 from palestra.core.codec import CodecError, encode, exact_problem
 from palestra.core.errors import PalestraError, ResourceError
@@ -204,7 +204,7 @@ class _Serving:
     def __init__(self, make: MakeCollectors, policy: ChannelPolicy) -> None:
         self._make = make
         self._policy = policy
-        self.handlers = {"collect": self._collect, "prepare": self._prepare, "abandon": self._abandon}
+        self.handlers: Handlers = {"collect": self._collect, "prepare": self._prepare, "abandon": self._abandon}
 
     def start(self, *values: Any) -> None:
         self._collectors = self._make(self._policy, *values)

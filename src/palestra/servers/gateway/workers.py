@@ -169,7 +169,7 @@ class GatewayWorkers:
 
         for worker in self._workers:
             server = PolicyServer(model.policy, scorer=model.token_logprobs)
-            handlers = {"log": self._log_once, "request": asked}
+            handlers: Handlers = {"log": self._log_once, "request": asked}
             worker.connect(server, handlers, tokenizer_parts(model.tokenizer), options, *has)
 
     def prompts(self, siblings: int) -> WorkerPrompts | None:
