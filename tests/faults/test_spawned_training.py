@@ -58,7 +58,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kind", ["workers"])
+@pytest.mark.parametrize("kind", ["workers", "gateway workers", "no forks"])
 def test_a_script_with_a_main_guard_trains_where_children_are_spawned(tmp_path: Path, kind: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py", kind]
