@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -238,6 +238,7 @@ class GRPOTrainer:
     ) -> tuple[RunFolder, Outcome]:
         """Train in a new run folder with this record, or continue a run. `problems`: how many there are, if known."""
         from palestra.train.credit import CustomObjective
+        from palestra.train.tasks import EnvironmentTask
 
         refuse_in_import("a training")
         resumed = Resume.of(resume)
@@ -245,32 +246,38 @@ class GRPOTrainer:
         run = None if resumed is None else RunFolder.open(resumed.folder)
         config = self._resolve(problems()) if run is None else run.config
         objective = CustomObjective.of(config.train, self.advantages, self.loss)  # before the model is loaded
-        loaded = self._load(config)  # a model that cannot be loaded leaves no run folder behind
-        if run is None:
-            ranks, output_dir = join(config), Path(config.output_dir)
-            create = partial(RunFolder.create, output_dir, self._name, config, record, at=self._folder)
-            run = ranks.from_first(create, RunFolder)
-            if not run.has_begun:
-                raise NotFoundError(
-                    f"{run.path.absolute()}, which rank 0 has made, is not there on this machine; give an output_dir "
-                    "that all machines share"
-                )
-        self._run = folder = run
+        what = task(config)
+        with ExitStack() as stack:
+            if isinstance(what, EnvironmentTask):
+                stack.callback(what.close_workers)
+                what.start_workers(config)
+            loaded = self._load(config)  # a model that cannot be loaded leaves no run folder behind
+            if run is None:
+                ranks, output_dir = join(config), Path(config.output_dir)
+                create = partial(RunFolder.create, output_dir, self._name, config, record, at=self._folder)
+                run = ranks.from_first(create, RunFolder)
+                if not run.has_begun:
+                    raise NotFoundError(
+                        f"{run.path.absolute()}, which rank 0 has made, is not there on this machine; give an "
+                        "output_dir that all machines share"
+                    )
+            self._run = run
+            parts = {"loaded": loaded, "resume": resumed, "objective": objective}
+            return run, outside_event_loop(partial(self._train, config, what, run, **parts))
 
-        def train() -> Outcome:
-            from palestra.train.run import Run
+    def _train(
+        self, config: RunConfig, task: Task, folder: RunFolder, *, resume: Resume | None, **parts: Any
+    ) -> Outcome:
+        from palestra.train.run import Run
 
-            with (
-                self._watching() as watcher,
-                asyncio.Runner() as runner,
-                listed_early(folder.path, resumed, watcher.ends_at_start),
-            ):
-                parts: dict[str, Any] = {"watcher": watcher, "resume": resumed, "objective": objective}
-                built = Run.build(config, task(config), folder, runner=runner, loaded=loaded, **parts)
-                with hidden_progress_bars():
-                    return built.train()
-
-        return folder, outside_event_loop(train)
+        with (
+            self._watching() as watcher,
+            asyncio.Runner() as runner,
+            listed_early(folder.path, resume, watcher.ends_at_start),
+        ):
+            run = Run.build(config, task, folder, runner=runner, watcher=watcher, resume=resume, **parts)
+            with hidden_progress_bars():
+                return run.train()
 
     def _task(self, environment: Environment, config: RunConfig) -> Task:
         """What is trained on: our agent loop in an environment, or a program at the gateway."""

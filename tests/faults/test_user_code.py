@@ -306,7 +306,8 @@ class Run:
         self.collector: Any = self._collector()
         if workers:
             policy: Any = SimpleNamespace(version=0, expect=lambda turns: None)
-            self._workers = RolloutWorkers(policy, lambda policy: dict.fromkeys((True, False), self._collector()), 1, 0)
+            self._workers = RolloutWorkers(lambda policy: dict.fromkeys((True, False), self._collector()), 1, 0)
+            self._workers.start(policy)
             self.collector = RemoteCollector(self._workers, True, lambda size: 8)
         self.collect(WELL)
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +19,7 @@ from palestra.core.errors import SettingError
 from palestra.core.secrets import clean_environment
 
 END_WITH_PARENT = "PALESTRA_END_WITH_PARENT"  # set it for an isolated child whose stdin is a pipe of its parent's
+CAN_FORK = sys.platform == "linux"
 ENDING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 _PR_SET_PDEATHSIG = 1
 _ISOLATED_CHILD = Path(__file__).with_name("isolated_child.py")
@@ -92,17 +92,14 @@ def ends_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], No
 
 class Fork:
     """A fork of this process that calls a function, leads its own process group and ends with this process. It has
-    what `end` uses of a Popen."""
+    what `end` uses of a Popen. What other threads hold, and a GPU, cannot be used in it: fork early."""
 
     stdin = stdout = stderr = returncode = None
 
     def __init__(self, work: Callable[[], None]) -> None:
         end_with_parent = ends_with_parent(signal.SIGKILL)
         assert end_with_parent is not None
-        with warnings.catch_warnings():
-            # a fork uses nothing that another thread may hold: no GPU, no tokenizer threads, no log handlers
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.pid = os.fork()
+        self.pid = os.fork()
         if self.pid == 0:
             status = 1
             try:
@@ -114,6 +111,11 @@ class Fork:
                 traceback.print_exc()
             finally:
                 os._exit(status)
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """As a Popen's: its exit status, negative where a signal has ended it."""

@@ -3,6 +3,8 @@
 The interpreter runs one thread at a time. On a GPU a small model samples faster than one process can render prompts,
 call tools and read turns, so several do: each group of attempts belongs to one worker, which asks for its turns over a
 channel. Workers are forks of this process: what an environment loaded is there, and nothing is pickled to start them.
+They are forked before the model is loaded, since CUDA and the threads of tokenizers do not survive a fork; the settings
+and the tokenizer come over the channel.
 """
 
 from __future__ import annotations
@@ -14,23 +16,22 @@ import os
 import random
 import signal
 import socket
-import sys
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from palestra.core.calls import hung_calls, note_hung_calls
-from palestra.core.channel import Channel, Handlers, LogToChannel
+from palestra.core.channel import Channel, Handlers
 from palestra.core.children import Fork
-from palestra.core.codec import CodecError, exact_problem
-from palestra.core.errors import PalestraError, ResourceError, SettingError
-from palestra.core.types import Group, Problem
-from palestra.policy.base import Policy
+from palestra.core.codec import CodecError, encode, exact_problem
+from palestra.core.errors import PalestraError, ResourceError
+from palestra.core.types import Group, Problem, Rollout
 from palestra.policy.channel import ChannelPolicy, PolicyServer
 from palestra.policy.local import LocalPolicy
-from palestra.policy.workers import WorkerProcess
+from palestra.policy.workers import WorkerProcess, connect_to_trainer
 from palestra.rollout.collect import Collector, OnRollout
 
 NUMBERS_OF_A_JOB = 1 << 50  # of sessions
@@ -38,7 +39,7 @@ END_S = 5.0
 
 log = logging.getLogger("palestra")
 
-MakeCollectors = Callable[[Policy[Any]], Mapping[bool, Collector]]  # for training (True) and for evaluations (False)
+MakeCollectors = Callable[..., Mapping[bool, Collector]]  # for training (True) and for evaluations (False)
 Job = tuple[int, int]  # the policy's version, and the first number of the sessions
 
 
@@ -47,26 +48,30 @@ class RolloutWorker(WorkerProcess):
 
     hung_calls = 0
 
-    def explain(self, status: int | None) -> PalestraError:
-        note_hung_calls(-self.hung_calls)
-        code = "" if status is None else f" (exit code {status})"
-        log.warning("a rollout worker (process %d) ended%s; the others collect its groups", self.process.pid, code)
+    def explain(self, how: str) -> PalestraError:
+        self.note_hung_calls(0)
+        log.warning("a rollout worker (process %d) %s; the others collect its groups", self.process.pid, how)
         return ResourceError(
-            f"a rollout worker ended{code}; its last output may say why. If the environment does not work in "
-            "several processes, set rollout.workers to 0, and resume the run"
+            f"a rollout worker {how}; its last output may say why. If the environment does not work in several "
+            "processes, set rollout.workers to 0, and resume the run"
         )
+
+    def note_hung_calls(self, count: int) -> None:
+        note_hung_calls(count - self.hung_calls)
+        self.hung_calls = count
 
 
 class RolloutWorkers:
-    """Forked worker processes; they end with `close`, or with this process.
+    """Forked worker processes. They wait for `start`, and end with `close`, or with this process.
 
-    `make` builds the collectors of a worker over the policy that asks this process.
+    `make` builds the collectors of a worker, in its process, over the policy that asks this process and with the values
+    of `start`.
     """
 
-    def __init__(self, policy: LocalPolicy, make: MakeCollectors, count: int, seed: int) -> None:
-        if sys.platform != "linux":
-            raise SettingError("rollout.workers needs Linux, which can fork processes; set it to 0")
-        self._policy = policy
+    _policy: LocalPolicy
+    _start: tuple[Any, ...]
+
+    def __init__(self, make: MakeCollectors, count: int, seed: int) -> None:
         self._jobs = 0
         self._on_group: dict[int, Callable[[int, Group], None]] = {}  # by the first number of the job
         self._workers: list[RolloutWorker] = []
@@ -76,6 +81,10 @@ class RolloutWorkers:
             self._workers.append(RolloutWorker(Fork(partial(_serve, make, place, count, seed, theirs, others)), ours))
             theirs.close()
         self._end = weakref.finalize(self, _end_all, self._workers)
+
+    def start(self, policy: LocalPolicy, *values: Any) -> None:
+        """Let the workers collect with this policy, and with what `make` needs besides."""
+        self._policy, self._start = policy, values
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -113,6 +122,8 @@ class RolloutWorkers:
             try:
                 await asyncio.wait([reply])
                 reply.result()
+                if unread := [problems[i].id for i in numbers if i not in found]:  # it would be collected for ever
+                    raise CodecError(f"the groups of {unread} could not be read, as the log says")
             except PalestraError as error:
                 if error is not worker.lost:
                     raise
@@ -174,18 +185,13 @@ class RolloutWorkers:
 
     def _channel(self, worker: RolloutWorker) -> Channel:
         """The channel of a worker, in the event loop that samples."""
-        return worker.channel or worker.connect(
-            PolicyServer(self._policy, numbered=True),
-            {
-                "group": partial(self._add_group, worker),
-                "log": lambda name, level, text: logging.getLogger(name).log(level, "%s", text),
-            },
-        )
+        if worker.channel is None:
+            server = PolicyServer(self._policy, numbered=True)
+            return worker.connect(server, {"group": partial(self._add_group, worker)}, *self._start)
+        return worker.channel
 
     def _add_group(self, worker: RolloutWorker, job: int, number: int, group: Group, hung: int) -> None:
-        if hung != worker.hung_calls:
-            note_hung_calls(hung - worker.hung_calls)
-            worker.hung_calls = hung
+        worker.note_hung_calls(hung)
         if (on_group := self._on_group.get(job)) is not None:
             on_group(number, group)
 
@@ -193,23 +199,18 @@ class RolloutWorkers:
 class _Serving:
     """The work of one worker process."""
 
-    def __init__(self, policy: ChannelPolicy, collectors: Mapping[bool, Collector]) -> None:
-        self._policy = policy
-        self._collectors = collectors
-        self._preparing: asyncio.Task[None] | None = None
+    _preparing: asyncio.Task[None] | None = None
 
-    async def run(self, sock: socket.socket) -> None:
-        """Answer until the process that samples closes its end."""
-        ended = asyncio.Event()
-        handlers: Handlers = {
-            "collect": self._collect,
-            "prepare": self._prepare,
-            "abandon": self._collectors[True].abandon,
-        }
-        self._channel = self._policy.channel = Channel(sock, {**handlers, **self._policy.handlers}, ended.set)
-        logging.getLogger().handlers = [LogToChannel(self._channel)]
-        log.handlers, log.propagate = [], True
-        await ended.wait()
+    def __init__(self, make: MakeCollectors, policy: ChannelPolicy) -> None:
+        self._make = make
+        self._policy = policy
+        self.handlers: Handlers = {"collect": self._collect, "prepare": self._prepare, "abandon": self._abandon}
+
+    def start(self, *values: Any) -> None:
+        self._collectors = self._make(self._policy, *values)
+
+    def _abandon(self) -> None:
+        self._collectors[True].abandon()
 
     def _prepare(self, job: Job, group_size: int, problems: list[Problem]) -> None:
         self._policy.begin_job(*job)
@@ -222,7 +223,11 @@ class _Serving:
         """Send each group when it is complete."""
 
         def on_group(i: int, group: Group) -> None:
-            self._channel.send("group", job[1], numbers[i], group, hung_calls())
+            try:
+                self._policy.channel.send("group", job[1], numbers[i], group, hung_calls())
+            except CodecError:
+                sendable = replace(group, rollouts=tuple(map(_sendable, group.rollouts)))
+                self._policy.channel.send("group", job[1], numbers[i], sendable, hung_calls())
 
         async def collected() -> None:
             if self._preparing is not None:
@@ -230,21 +235,37 @@ class _Serving:
             self._policy.begin_job(*job)
             await self._collectors[training].collect(problems, group_size, keys, on_group=on_group)
 
-        self._channel.answer(call, collected())
+        self._policy.channel.answer(call, collected())
+
+
+def _sendable(rollout: Rollout) -> Rollout:
+    """The rollout, or one that failed because a part of it cannot be sent."""
+    try:
+        encode(rollout)
+    except CodecError as error:
+        return Rollout(rollout.problem_id, (), (), "failed", error=f"rollout{error}; set rollout.workers to 0")
+    return rollout
 
 
 def _serve(
     make: MakeCollectors, place: int, count: int, seed: int, sock: socket.socket, others: Sequence[socket.socket]
 ) -> None:
-    """Run a worker, in its own process."""
+    """Run a worker, in its own process, until the one that samples closes its end."""
     for other in others:
         other.close()
+    os.register_at_fork(after_in_child=sock.close)  # a process that a tool has forked may outlive this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork has none of the tokenizers' threads
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers share the processors
     random.seed(f"{seed}/{place}")  # of tools that use it
-    policy = ChannelPolicy(place, count)
-    asyncio.run(_Serving(policy, make(policy)).run(sock))
+
+    async def serve() -> None:
+        ended, policy = asyncio.Event(), ChannelPolicy(place, count)
+        serving = _Serving(make, policy)
+        connect_to_trainer(sock, policy, serving.start, serving.handlers, ended.set)
+        await ended.wait()
+
+    asyncio.run(serve())
 
 
 def _end_all(workers: Sequence[RolloutWorker]) -> None:

@@ -119,6 +119,8 @@ class Run:
         objective = objective or CustomObjective.of(config.train)
         if resume is not None:
             objective.require(folder.record.get("objective", {}))
+        if isinstance(task, EnvironmentTask):
+            task.start_workers(config)
         loaded = loaded or load_for_run(config)
         if hasattr(loaded.model, "config"):
             for warning in setting_warnings(config, parameter_count(loaded.model), loaded.context_tokens):

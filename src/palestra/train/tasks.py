@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+
+from palestra.core.children import CAN_FORK
 from palestra.core.config import RunConfig
 from palestra.core.conversations import Conversation
 from palestra.core.errors import SettingError, UnsupportedError
 from palestra.core.extras import provided
 from palestra.core.machine import processors
-from palestra.core.ranks import ONE_PROCESS, Ranks
+from palestra.core.ranks import ONE_PROCESS, Ranks, join
 from palestra.core.run_folder import RunKind
 from palestra.envs.base import Environment
 from palestra.envs.running import OpenTimeout, tools_of
@@ -24,8 +29,10 @@ from palestra.learner.base import Learner
 from palestra.models.chat.grammars import grammar_compiler
 from palestra.models.chat.template import ChatFormat
 from palestra.models.chat.written import check_tool_calls, tool_call_problem
+from palestra.models.loading import device_named
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
+from palestra.policy.workers import tokenizer_of, tokenizer_parts
 from palestra.rollout.agent_loop import token_speakers
 from palestra.rollout.collect import AgentLoop, Collector, GroupCollector, RemoteCollector
 from palestra.rollout.custom import FunctionRunner, RolloutFunction
@@ -41,6 +48,9 @@ from palestra.train.watcher import Watcher
 # of our agent loop alone
 OWN_LOOP = ("rollout.compact_at", "rollout.keep_reasoning", "rollout.workers", "train.deterministic")
 MIN_WORKERS, MAX_WORKERS = 3, 8  # that a run chooses by itself
+_NEEDS_ENGINE = "they need the paged engine in this process, and one rank"
+
+log = logging.getLogger("palestra")
 
 
 @dataclass(frozen=True)
@@ -55,15 +65,10 @@ class Parts:
     step: int = 0  # of the checkpoint that it goes on from
     ranks: Ranks = ONE_PROCESS
     checkpoints: Path | None = None  # the folder of the run's own
-    workers: list[RolloutWorkers] = field(default_factory=list)  # processes of the agent loop: one object or none
 
     @cached_property
     def chat(self) -> ChatFormat:
         return ChatFormat(self.tokenizer)
-
-    def close_workers(self) -> None:
-        for workers in self.workers:
-            workers.close()
 
 
 class Task(Protocol):
@@ -84,7 +89,7 @@ class Task(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EnvironmentTask:
     """An environment in this process, attempted by our agent loop, or by a user's `rollout_func`."""
 
@@ -94,6 +99,8 @@ class EnvironmentTask:
     trainer: Any = None  # what rollout_func is given
     examples: Sequence[Conversation] = ()  # the agent's, for an sft stage
     scored: bool = True  # before and after the training
+    workers: RolloutWorkers | None = field(default=None, init=False)  # processes of the agent loop
+    _workers_are_chosen: bool = field(default=False, init=False, repr=False)
 
     @property
     def kind(self) -> RunKind:
@@ -103,7 +110,22 @@ class EnvironmentTask:
     def problem_count(self) -> int:
         return len(self.environment.problems("train"))
 
+    def start_workers(self, config: RunConfig) -> None:
+        """Fork the processes of the agent loop that the run may need. Call it before the model is loaded."""
+        if self._workers_are_chosen or self.rollout_func is not None:
+            return
+        self._workers_are_chosen = True
+        if count := worker_count(self.environment, config):
+            _ = self.problem_count  # what the environment loads for its problems is in the workers as well
+            self.workers = RolloutWorkers(partial(_collectors_of_worker, self), count, config.seed)
+
+    def close_workers(self) -> None:
+        if self.workers is not None:
+            self.workers.close()
+        self.workers, self._workers_are_chosen = None, False
+
     def source(self, parts: Parts) -> ProblemSource:
+        self.start_workers(parts.config)
         parts.config.refuse(["agent"], "the agent has no program of its own, it runs in our agent loop")
         tools = _tools_of(self.environment)  # to find out now, not in every rollout, whether they can be used as asked
         if tools and parts.config.rollout.constrain_tool_calls:
@@ -112,12 +134,23 @@ class EnvironmentTask:
             raise SettingError(
                 "echo.coefficient > 0 learns from tool results, but this agent has no tools; give it some or use 0"
             )
-        if self.rollout_func is None and (count := worker_count(self.environment, parts)):
-            make, seed = partial(self._collectors_of_worker, parts, count), parts.config.seed
-            assert isinstance(parts.policy, LocalPolicy)
-            parts.workers.append(RolloutWorkers(parts.policy, make, count, seed))
+        if self.workers is not None:
+            self._connect(self.workers, parts)
         collector = self.collector(parts, training=True)
-        return source_of(self.environment, collector, parts, on_close=parts.close_workers)
+        return source_of(self.environment, collector, parts, on_close=self.close_workers)
+
+    def _connect(self, workers: RolloutWorkers, parts: Parts) -> None:
+        """Let the workers sample with the policy, or end them if they do not suit it."""
+        is_chosen = parts.config.rollout.workers is not None
+        if isinstance(policy := parts.policy, LocalPolicy) and (is_chosen or policy.engine.runner.overlaps):
+            rollout = parts.config.rollout
+            at_once = max(rollout.group_size, rollout.max_open_episodes // len(workers))
+            config = parts.config.with_settings({"rollout.max_open_episodes": at_once})
+            workers.start(policy, config.model_dump(mode="json"), tokenizer_parts(parts.tokenizer))
+            return
+        self.close_workers()
+        if is_chosen:
+            raise SettingError(f"rollout.workers = {parts.config.rollout.workers}: {_NEEDS_ENGINE}; leave it out")
 
     def evaluator(self, parts: Parts) -> Evaluator | None:
         return evaluator_of(self.environment, self.collector(parts, training=False), parts) if self.scored else None
@@ -138,8 +171,7 @@ class EnvironmentTask:
         if parts.policy.samples_groups:
             task = replace(self, trainer=None)
             return parts.policy.group_collector(parts.config, task, training, collector.groups_at_once)
-        if parts.workers:
-            workers = parts.workers[0]
+        if (workers := self.workers) is not None:
             of_each: Callable[[int], int] = lambda size: max(1, collector.groups_at_once(size) // len(workers))  # noqa: E731
             return RemoteCollector(workers, training, of_each)
         if parts.ranks.size > 1:
@@ -152,14 +184,6 @@ class EnvironmentTask:
         rewards = rewards_of(self.environment, self.reward_functions, parts)
         parts_of_it = self.environment, parts.policy, parts.chat, parts.config
         return agent_collector(*parts_of_it, training=training, rewards=rewards)
-
-    def _collectors_of_worker(self, parts: Parts, workers: int, policy: Policy[Any]) -> dict[bool, Collector]:
-        """What one of the worker processes collects with, for training and for evaluations."""
-        rollout = parts.config.rollout
-        open_at_once = max(rollout.group_size, rollout.max_open_episodes // workers)
-        config = parts.config.with_settings({"rollout.max_open_episodes": open_at_once})
-        own = Parts(config, policy, parts.tokenizer, parts.runner, Watcher())
-        return {training: self._agent_collector(own, training=training) for training in (True, False)}
 
 
 @dataclass(slots=True)
@@ -231,25 +255,45 @@ def agent_collector(
     return Collector(environment, AgentLoop(limits, speakers), rewards or RewardFunctions(), at_once, host)
 
 
-def worker_count(environment: Environment, parts: Parts) -> int:
-    """How many processes run the agent loop besides this one; by default only where it is known to be safe."""
-    asked = parts.config.rollout.workers
+def _collectors_of_worker(
+    task: EnvironmentTask, policy: Policy[Any], settings: dict[str, Any], tokenizer: dict[str, Any]
+) -> dict[bool, Collector]:
+    """What one of the worker processes collects with, for training and for evaluations."""
+    config = RunConfig.build(settings)
+    np.random.seed(config.seed)  # of tools that use them, as `load_for_run` does in the process that has the model
+    torch.manual_seed(config.seed)
+    parts = Parts(config, policy, tokenizer_of(tokenizer), asyncio.Runner(), Watcher())
+    return {training: task._agent_collector(parts, training=training) for training in (True, False)}
+
+
+def worker_count(environment: Environment, config: RunConfig) -> int:
+    """How many processes run the agent loop besides this one; by default only where it is known to be safe.
+
+    Decided without the model, which may have a policy without workers: then they end.
+    """
+    asked, reason = config.rollout.workers, None
     if asked == 0:
         return 0
-    reason = None
-    if not isinstance(parts.policy, LocalPolicy) or parts.ranks.size > 1:
-        reason = "they need the paged engine in this process, and one rank"
+    if not config.has_own_engine or join(config).size > 1:
+        reason = _NEEDS_ENGINE
     elif getattr(environment, "max_episodes", None) is not None:
         reason = "this environment limits how many attempts may be open"
+    count = asked
+    if count is None:
+        suits = reason is None and getattr(environment, "works_in_forks", False)
+        count = min(MAX_WORKERS, processors() // 2)
+        if not suits or count < MIN_WORKERS or device_named(config.model.device).type != "cuda":
+            return 0
+    if not CAN_FORK:
+        reason = reason or "this platform cannot fork processes"
+    elif torch.cuda.is_initialized():
+        reason = reason or "this process has used the GPU already, and cannot be forked any more"
+    if reason is None:
+        return count
     if asked is not None:
-        if reason is not None:
-            raise SettingError(f"rollout.workers = {asked}: {reason}; leave it out")
-        return asked
-    on_gpu = reason is None and parts.policy.engine.runner.overlaps  # type: ignore[attr-defined]
-    if not on_gpu or not getattr(environment, "works_in_forks", False):
-        return 0
-    count = min(MAX_WORKERS, processors() // 2)
-    return count if count >= MIN_WORKERS else 0
+        raise SettingError(f"rollout.workers = {asked}: {reason}; leave it out")
+    log.warning("rollouts run in this process, without rollout.workers: %s", reason)
+    return 0
 
 
 def offered_tools(task: Task) -> list[Any]:

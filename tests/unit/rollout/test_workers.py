@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from scripted import ScriptedPolicy
+from worker_runs import Sums, WorkerRun, is_alive, pids, tokens
 
 from palestra.core.chat_model import ChatModel
 from palestra.core.config import RunConfig
 from palestra.core.errors import ResourceError, SettingError
-from palestra.core.types import Group, Score
-from palestra.envs.env import Env
+from palestra.core.types import Group
 from palestra.envs.running import RunningEnv
 from palestra.extras.environments.calculator import Calculator
 from palestra.policy.local import LocalPolicy
@@ -28,78 +28,19 @@ from palestra.train.watcher import Watcher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="rollout.workers forks processes")
 
-SIZE = 3
-
-
-class Sums(Env):
-    """Add two numbers."""
-
-    def make_problem(self, rng: random.Random) -> Any:
-        a, b = rng.randint(1, 99), rng.randint(1, 99)
-        return f"What is {a} + {b}?", a + b
-
-    def add(self, a: int, b: int) -> int:
-        """Add two numbers."""
-        return a + b
-
-    def score(self, answer: str) -> Any:
-        return Score(1.0, True, f"process {os.getpid()}")
-
-
-class Run:
-    """The source of a run with this environment, and what it gives."""
-
-    def __init__(self, environment: Any, tiny: Any, reward_functions: Any = (), **settings: Any) -> None:
-        options = {"rollout.group_size": SIZE, "rollout.max_new_tokens": 32, "rollout.workers": 2}
-        options |= {"train.problems_per_step": 2}
-        config = RunConfig.build(options | {name.replace("__", "."): value for name, value in settings.items()})
-        self.policy = LocalPolicy(tiny.model, tiny.tokenizer, kv_memory_gib=0.05, self_check=False)
-        self.parts = Parts(config, self.policy, tiny.tokenizer, asyncio.Runner(), Watcher())
-        task = EnvironmentTask(environment, reward_functions)
-        self.source, self.evaluator = task.source(self.parts), task.evaluator(self.parts)
-
-    @property
-    def pids(self) -> list[int]:
-        return [pid for workers in self.parts.workers for pid in workers.process_ids]
-
-    def step(self, count: int = 5) -> list[Group]:
-        return self.parts.runner.run(self.source.next(count, 0))
-
-    def prepare(self, count: int = 5) -> None:
-        self.parts.runner.run(self.source.prepare(count))
-
-    def close(self) -> None:
-        self.source.close()
-
 
 @pytest.fixture
 def start(tiny: Any) -> Iterator[Any]:
-    runs: list[Run] = []
+    runs: list[WorkerRun] = []
 
-    def make(environment: Any = None, *more: Any, **settings: Any) -> Run:
-        runs.append(Run(environment or RunningEnv(Sums()), tiny, *more, **settings))
+    def make(environment: Any = None, *more: Any, **settings: Any) -> WorkerRun:
+        runs.append(WorkerRun(environment or RunningEnv(Sums()), tiny, *more, **settings))
         return runs[-1]
 
     yield make
     for run in runs:
         run.close()
         run.parts.runner.close()
-
-
-def tokens(groups: list[Group]) -> list[Any]:
-    return [[[t.token_ids.tolist() for t in r.turns] for r in g.rollouts] for g in groups]
-
-
-def pids(groups: list[Group]) -> list[set[str]]:
-    return [{s.reason for r in g.rollouts for s in r.scores.values()} for g in groups]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_rollouts_are_those_of_one_process_prepared_or_not(start):
@@ -173,12 +114,12 @@ def test_groups_of_a_worker_that_is_killed_are_collected_again_by_the_others_wit
     assert not run.policy.engine.busy
 
 
-def test_when_all_workers_were_killed_the_step_ends_with_the_exit_code(start):
+def test_when_all_workers_were_killed_the_step_ends_with_the_reason(start):
     run = start()
     run.step(2)
     for pid in run.pids:
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(ResourceError, match=r"exit code -9.*rollout.workers"):
+    with pytest.raises(ResourceError, match=r"SIGKILL.*rollout.workers"):
         run.step()
     with pytest.raises(ResourceError):
         run.step()
@@ -280,23 +221,65 @@ class Limited(Sums):
     max_episodes = 4
 
 
-def test_workers_are_rejected_where_they_cannot_work(tiny, tiny_tokenizer):
+def test_workers_are_rejected_where_they_cannot_work(start, monkeypatch):
     config = RunConfig.build({"rollout.workers": 2})
+    with pytest.raises(SettingError, match="limits"):
+        worker_count(RunningEnv(Limited()), config)
+    served = {"rollout.policy_url": "http://127.0.0.1:9", "rollout.weights_folder": "weights"}
+    with pytest.raises(SettingError, match="paged engine"):
+        worker_count(RunningEnv(Sums()), config.with_settings(served))
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    with pytest.raises(SettingError, match="has used the GPU already"):
+        worker_count(RunningEnv(Sums()), config)
+    monkeypatch.setattr(tasks, "CAN_FORK", False)
+    with pytest.raises(SettingError, match="cannot fork"):
+        worker_count(RunningEnv(Sums()), config)
+
+
+def test_workers_that_the_policy_cannot_have_end(tiny_tokenizer):
+    """An error if they were asked for: the model has no paged engine, which is known when it is loaded."""
+    task = EnvironmentTask(RunningEnv(Sums()))
+    config = RunConfig.build({"rollout.workers": 2})
+    task.start_workers(config)
+    ids = task.workers.process_ids
     parts = Parts(config, ScriptedPolicy(tiny_tokenizer, []), tiny_tokenizer, None, None)
     with pytest.raises(SettingError, match="paged engine"):
-        worker_count(RunningEnv(Sums()), parts)
-    policy = LocalPolicy(tiny.model, tiny.tokenizer, kv_memory_gib=0.05, self_check=False)
-    parts = Parts(config, policy, tiny_tokenizer, None, None)
-    with pytest.raises(SettingError, match="limits"):
-        worker_count(RunningEnv(Limited()), parts)
+        task.source(parts)
+    assert not any(map(is_alive, ids))
 
 
-def test_workers_are_chosen_with_a_gpu_for_environments_that_say_so(tiny, monkeypatch):
-    policy = LocalPolicy(tiny.model, tiny.tokenizer, kv_memory_gib=0.05, self_check=False)
-    parts = Parts(RunConfig.build(), policy, tiny.tokenizer, None, None)
-    assert worker_count(RunningEnv(Calculator()), parts) == 0
-    monkeypatch.setattr(type(policy.engine.runner), "overlaps", True)
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(tasks, "processors", lambda: 6)
+
+
+def test_workers_are_chosen_with_a_gpu_for_environments_that_say_so(gpu, monkeypatch):
     for processors, count in ((4, 0), (6, 3), (64, 8)):
         monkeypatch.setattr(tasks, "processors", lambda processors=processors: processors)
-        assert worker_count(RunningEnv(Calculator()), parts) == count
-    assert worker_count(RunningEnv(Sums()), parts) == 0
+        assert worker_count(RunningEnv(Calculator()), RunConfig.build()) == count
+    assert worker_count(RunningEnv(Sums()), RunConfig.build()) == 0
+    assert worker_count(RunningEnv(Calculator()), RunConfig.build({"model.device": "cpu"})) == 0
+
+
+@pytest.mark.parametrize("cause", ["torch.cuda.is_initialized", "palestra.train.tasks.CAN_FORK"])
+def test_one_sentence_says_why_a_run_that_chooses_workers_has_none(gpu, monkeypatch, caplog, tiny, cause):
+    monkeypatch.setattr(cause, (lambda: True) if "cuda" in cause else False)
+    task = EnvironmentTask(RunningEnv(Calculator()))
+    for _ in range(2):  # before the model is loaded, and when the run is built
+        task.start_workers(RunConfig.build())
+    assert task.workers is None
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("rollouts run in this process")
+
+
+def test_workers_that_a_run_has_chosen_end_where_the_engine_overlaps_nothing(gpu, tiny):
+    policy = LocalPolicy(tiny.model, tiny.tokenizer, kv_memory_gib=0.05, self_check=False)
+    task, config = EnvironmentTask(RunningEnv(Calculator())), RunConfig.build({"rollout.group_size": 2})
+    task.start_workers(config)
+    ids = task.workers.process_ids
+    assert len(ids) == 3
+    with asyncio.Runner() as runner:
+        task.source(Parts(config, policy, tiny.tokenizer, runner, Watcher()))
+    assert task.workers is None
+    assert not any(map(is_alive, ids))

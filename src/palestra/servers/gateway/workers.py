@@ -11,10 +11,8 @@ import itertools
 import logging
 import os
 import re
-import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,13 +20,13 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from palestra.core import children
-from palestra.core.channel import Channel, Handlers, LogToChannel
+from palestra.core.channel import Handlers
 from palestra.core.errors import PalestraError, RolloutError, StateError
 from palestra.core.machine import processors
 from palestra.core.secrets import clean_environment, hide_memory
 from palestra.core.types import Problem, Rollout, SamplingParams
 from palestra.policy.channel import ChannelPolicy, PolicyServer
-from palestra.policy.workers import WorkerProcess
+from palestra.policy.workers import WorkerProcess, connect_to_trainer, log_record, tokenizer_of, tokenizer_parts
 from palestra.servers.forwarding import ForwardedAgent
 from palestra.servers.gateway.app import OpenAttempts, gateway_app
 from palestra.servers.gateway.attempt import Attempt, AttemptCounts
@@ -67,6 +65,10 @@ class WorkerAttempt(ForwardedAgent):
         return self.base_url.removesuffix("/v1")
 
     @property
+    def is_lost(self) -> bool:
+        return self._worker.lost is not None
+
+    @property
     def counts(self) -> AttemptCounts:
         if self._finished is None or not self._finished.done():
             raise StateError("the counts of an attempt in a gateway worker are known after `await attempt.finish()`")
@@ -100,6 +102,10 @@ class WorkerPrompts:
         worker.groups += 1
         worker.send("group", number, siblings)
 
+    @property
+    def is_lost(self) -> bool:
+        return self.worker.lost is not None
+
     def open(self, problem: Problem, **options: Any) -> WorkerAttempt:
         """Open an attempt in the worker; `options` are those of `Attempt`."""
         attempt = WorkerAttempt(problem, self.worker, options.pop("on_end"))
@@ -132,10 +138,8 @@ class GatewayWorker(WorkerProcess):
         assert self.channel is not None, "the gateway was not started"
         self.channel.send(kind, *values)
 
-    def explain(self, status: int | None) -> PalestraError:
-        how = "closed its connection" if status is None else f"ended with exit code {status}"
-        how = f"was ended by {signal.Signals(-status).name}" if status is not None and status < 0 else how
-        log.error("a gateway worker (process %d) %s; its open attempts fail", self.process.pid, how)
+    def explain(self, how: str) -> PalestraError:
+        log.error("a gateway worker (process %d) %s, and its open attempts with it", self.process.pid, how)
         return RolloutError(
             f"the gateway worker of this attempt (process {self.process.pid}) {how}; its other attempts failed, too. "
             "Look for its last words in the log, or set agent.gateway_workers to 0"
@@ -165,8 +169,8 @@ class GatewayWorkers:
 
         for worker in self._workers:
             server = PolicyServer(model.policy, scorer=model.token_logprobs)
-            worker.connect(server, {"log": self._log_once, "request": asked})
-            worker.send("start", _described(model.tokenizer), options, *has)
+            handlers: Handlers = {"log": self._log_once, "request": asked}
+            worker.connect(server, handlers, tokenizer_parts(model.tokenizer), options, *has)
 
     def prompts(self, siblings: int) -> WorkerPrompts | None:
         """The prompts of a new group, in the worker with the fewest groups; None if all workers have ended."""
@@ -184,26 +188,10 @@ class GatewayWorkers:
         if (logger, text) not in self._logged:
             if len(self._logged) < _MAX_LOGGED:
                 self._logged.add((logger, text))
-            logging.getLogger(logger).log(level, "%s", text)
-
-
-def _described(tokenizer: Any) -> dict[str, Any]:
-    """The arguments by which a worker makes this tokenizer again."""
-    names = ("chat_template", "clean_up_tokenization_spaces", "extra_special_tokens", "response_schema")
-    options = {name: value for name in names if (value := getattr(tokenizer, name, None)) is not None}
-    return {"backend": tokenizer.backend_tokenizer.to_str(), **options, **tokenizer.special_tokens_map}
+            log_record(logger, level, text)
 
 
 # In the worker process.
-
-
-def _tokenizer(backend: str, response_schema: Any = None, **options: Any) -> Any:
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(backend), **options)
-    tokenizer.response_schema = response_schema
-    return tokenizer
 
 
 class Worker:
@@ -215,14 +203,12 @@ class Worker:
         self._groups: dict[int, SharedPrompts] = {}
         self._model: Completer
         handlers: Handlers = {
-            "start": self._start,
             "group": lambda number, siblings: self._groups.update({number: SharedPrompts(self.policy, siblings)}),
             "close_group": lambda number: self._groups.pop(number).close(),
             "open_attempt": self._open_attempt,
             "finish": self._finish,
         }
-        self.channel = Channel(to_trainer, {**handlers, **self.policy.handlers}, lambda: os._exit(0))
-        self.policy.channel = self.channel
+        self.channel = connect_to_trainer(to_trainer, self.policy, self._start, handlers, lambda: os._exit(0))
 
     def app(self) -> ASGIApp:
         """A request for an unknown attempt may have overtaken the message that opens it: it waits for the trainer."""
@@ -240,15 +226,11 @@ class Worker:
         self, tokenizer: dict[str, Any], options: dict[str, Any], can_branch: bool, scores: bool, watches: bool
     ) -> None:
         """Make the completer from what `GatewayWorkers.start` sends."""
-        try:
-            self.policy.can_branch = can_branch
-            options |= {"score": self.policy.score} if scores else {}
-            options |= {"on_request": partial(self.channel.send, "request")} if watches else {}
-            self._model = Completer(self.policy, _tokenizer(**tokenizer), **options)
-            _ = self._model.twin  # copying a large tokenizer later would hold up the event loop
-        except Exception:
-            traceback.print_exc()
-            os._exit(1)
+        self.policy.can_branch = can_branch
+        options |= {"score": self.policy.score} if scores else {}
+        options |= {"on_request": partial(self.channel.send, "request")} if watches else {}
+        self._model = Completer(self.policy, tokenizer_of(tokenizer), **options)
+        _ = self._model.twin  # copying a large tokenizer later would hold up the event loop
 
     def _open_attempt(self, problem_id: str, group: int, sampling: SamplingParams, options: dict[str, Any]) -> None:
         options |= {"shared_prompts": self._groups[group], "on_end": self._attempts.forget}
@@ -265,9 +247,9 @@ async def main() -> None:
     _ = transformers.PreTrainedTokenizerFast  # is imported while the trainer prepares its engine
     to_trainer = socket.socket(fileno=sys.stdin.fileno())
     _, handles, _, _ = socket.recv_fds(to_trainer, 1, 1)
-    worker = Worker(to_trainer)
-    logging.basicConfig(handlers=[LogToChannel(worker.channel)], level=logging.WARNING, format="%(message)s")
-    await Server(worker.app()).serve(sockets=[socket.socket(fileno=handles[0])])  # until the channel is closed
+    await Server(Worker(to_trainer).app()).serve(
+        sockets=[socket.socket(fileno=handles[0])]
+    )  # until the channel is closed
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from palestra.servers.openai.completer import Completer
 
 TRAIN, START, CHECKPOINT = "train", "start", "checkpoint"
 ENDPOINTS = ("http://", "https://")  # models elsewhere begin with these
+Conversations = dict[str, tuple[Message, ...]]  # by the labels of agents
 GroupModels = dict[str, tuple[SharedPrompts | WorkerPrompts, Completer | None]]
 KEY_VARIABLE = "PALESTRA_ROLE_KEY_"  # + the label: the key of an endpoint
 
@@ -116,7 +117,7 @@ class Agents:
         """The agents whose tokens are trained."""
         return (self.main, *self.trained.values())
 
-    async def finish(self) -> tuple[Rollout, dict[str, tuple[Message, ...]]]:
+    async def finish(self) -> tuple[Rollout, Conversations]:
         """End all of them: one rollout with what is trained, and the last conversation of each labelled agent."""
         rollout = await self.main.finish()
         ended = {label: await agent.finish() for label, agent in self.others.items()}
@@ -172,18 +173,18 @@ class ProgramRunner(Runner):
         self.roles.load_models()
 
     def start(self, group: Started) -> None:
-        """Its state: the models of the agents' labels, and the agents of its attempts."""
-        group.state = self.roles.of_group(self.gateway, len(group.episodes)), []
+        """Its state: the models of the agents' labels, newest last, and the agents of each attempt."""
+        group.state = [self.roles.of_group(self.gateway, len(group.episodes))], {}
 
     def close(self, group: Started) -> None:
-        for prompts in dict.fromkeys(prompts for prompts, _ in group.state[0].values()):
+        for prompts in dict.fromkeys(prompts for models in group.state[0] for prompts, _ in models.values()):
             prompts.close()
 
     def metrics(self, started: Started, group: Group) -> dict[str, Any]:
         """Statistics of the agents that are trained, averaged over the attempts, and the rewards of roles."""
         metrics, weights = dict[str, Any](), self.environment.reward_weights
         for name, key in _COUNTS.items():
-            counts = [sum(getattr(a.counts, name) for a in agents.recorded) for agents in started.state[1]]
+            counts = [sum(getattr(a.counts, name) for a in agents.recorded) for agents in started.state[1].values()]
             metrics[f"agent/{key}"] = fmean(counts)
         good = [r for r in group.rollouts if r.error is None]
         for role in dict.fromkeys(role for r in good for score in r.scores.values() for role in score.roles):
@@ -192,22 +193,13 @@ class ProgramRunner(Runner):
         return metrics
 
     async def attempt(self, group: Started, i: int, seed_key: str) -> Rollout:
+        """Also once again, by another gateway worker, if its own has ended meanwhile."""
         problem = group.problem
         async with self.slots:
-            models, others = group.state
-            agents = self.roles.open(self.gateway, problem, seed_key, self.sampling, models)
-            others.append(agents)
-            result, error = ProgramResult(), None
-            try:
-                result = await self.program.run(case_of(problem, self.hidden), agents.endpoint, self.limits)
-                error = result.failure(self.limits.timeout_s, self.limits.max_output_bytes)
-            except RolloutError as failure:
-                error = str(failure)
-            except Exception as failure:  # whatever an agent sends or writes fails its own attempt only
-                error = f"running the agent raised {text_of(failure)}"
-            finally:
-                rollout, conversations = await agents.finish()
-        error = rollout.error or error  # the gateway's is the cause of the program's
+            rollout, conversations, result = await self._run(group, i, seed_key)
+            if rollout.error is not None and getattr(group.state[1][i].main, "is_lost", False):
+                rollout, conversations, result = await self._run(group, i, seed_key)
+        error = rollout.error
         if error is None and not rollout.turns:
             error = result.explain_silence()
         rollout, scores = replace(rollout, info={**rollout.info, **result.record()}), dict[str, Score]()
@@ -228,6 +220,25 @@ class ProgramRunner(Runner):
         except PalestraError as failure:
             error = error or str(failure)
         return replace(rollout, scores=scores, error=error, stop="failed" if error else rollout.stop)
+
+    async def _run(self, group: Started, i: int, seed_key: str) -> tuple[Rollout, Conversations, ProgramResult]:
+        """Run the program once: its rollout, with what failed it, and the last conversation of each labelled agent."""
+        all_models, agents = group.state
+        if getattr(all_models[-1][""][0], "is_lost", False):
+            all_models.append(self.roles.of_group(self.gateway, len(group.episodes)))
+        opened = self.roles.open(self.gateway, group.problem, seed_key, self.sampling, all_models[-1])
+        agents[i], result, error = opened, ProgramResult(), None
+        try:
+            result = await self.program.run(case_of(group.problem, self.hidden), opened.endpoint, self.limits)
+            error = result.failure(self.limits.timeout_s, self.limits.max_output_bytes)
+        except RolloutError as failure:
+            error = str(failure)
+        except Exception as failure:  # whatever an agent sends or writes fails its own attempt only
+            error = f"running the agent raised {text_of(failure)}"
+        finally:
+            rollout, conversations = await opened.finish()
+        # the gateway's error is the cause of the program's
+        return replace(rollout, error=rollout.error or error), conversations, result
 
 
 def case_of(problem: Problem, hidden: Container[str] = ("expect",)) -> dict[str, Any]:

@@ -162,11 +162,48 @@ def test_a_case_that_was_taken_and_never_rewarded_fails_after_its_time(model):
     assert all("longer than 0.2 s" in rollout.error for rollout in group.rollouts)
 
 
-def test_attempts_of_a_worker_that_dies_are_recorded_as_failed_with_the_cause(model):
-    workers = GatewayWorkers(1, "127.0.0.1")
+@pytest.mark.parametrize("moment", ["before the first request", "between two requests", "after the last request"])
+@pytest.mark.parametrize("others", [1, 0])
+def test_attempts_of_a_gateway_worker_that_is_killed_are_made_again_with_the_same_seeds(model, moment, others):
+    async def ask_twice(case, base_url, api_key):
+        await ask(case, base_url, api_key)
+        await ask(case, base_url, api_key, "again")
+
+    def killing(workers):
+        killed = []
+
+        def kill(now, base_url):
+            if now == moment and not killed:
+                [worker] = [worker for worker in workers._workers if base_url.startswith(worker.url)]
+                killed.append(worker.process.pid)
+                os.kill(killed[0], signal.SIGKILL)
+
+        async def run(case, base_url, api_key):
+            kill("before the first request", base_url)
+            await ask(case, base_url, api_key)
+            kill("between two requests", base_url)
+            await ask(case, base_url, api_key, "again")
+            kill("after the last request", base_url)
+
+        return run
+
+    expected = collected(model, function_agent(ask_twice), cases=3)
+    workers = GatewayWorkers(1 + others, "127.0.0.1")
+    groups = collected(model, function_agent(killing(workers)), cases=3, workers=workers)
+    assert sum(worker.lost is not None for worker in workers._workers) == 1
+    for group, same in zip(groups, expected, strict=True):
+        assert [rollout.error for rollout in group.rollouts] == [None] * 2
+        assert [tokens(rollout) for rollout in group.rollouts] == [tokens(rollout) for rollout in same.rollouts]
+        assert group.metrics["agent/requests_per_attempt"] == 2.0
+
+
+def test_an_attempt_that_loses_two_gateway_workers_fails_with_the_cause(model):
+    workers = GatewayWorkers(2, "127.0.0.1")
 
     async def kill_and_ask(case, base_url, api_key):
-        os.kill(workers.process_ids[0], signal.SIGKILL)
+        for worker in workers._workers:
+            if base_url.startswith(worker.url) and worker.lost is None:
+                os.kill(worker.process.pid, signal.SIGKILL)
         await ask(case, base_url, api_key)
 
     group = collected(model, function_agent(kill_and_ask), workers=workers)
