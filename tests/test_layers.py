@@ -97,7 +97,7 @@ ONE_FILE = {
 }
 
 # Lines of Python in src/palestra, and those outside of extras/; each change of a limit is a commit of its own.
-MOST_LINES, MOST_CORE_LINES = 67_000, 50_000
+MOST_LINES, MOST_CORE_LINES = 66_250, 48_000
 IMPORT_MODULES, HELP_MODULES = 30, 200  # limits on loaded modules; 6 and 88 with Python 3.11
 TERMINAL = ("click", "rich")
 
