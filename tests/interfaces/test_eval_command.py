@@ -49,6 +49,8 @@ def test_cases_are_scored_by_the_measures_and_weights_of_the_training(cli, agent
 
 
 COUNTED = """
+import os
+import signal
 from pathlib import Path
 
 
@@ -57,7 +59,7 @@ def right_price(ctx):
     with open("calls", "a") as file:
         print(ctx.case.id, file=file)
     if Path("stop").exists() and len(Path("calls").read_text().splitlines()) == 3:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C
     return str(ctx.expect) in ctx.final_assistant_message.text
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -21,7 +22,6 @@ from palestra.envs.env import EnvConfig
 from palestra.extras.adapters.by_name import BY_NAME
 from palestra.extras.agent_tools import RlTools, config_fields, mcp_server
 from palestra.extras.agent_tools.clients import Clients
-from palestra.extras.agent_tools.config_fields import EnvDescription
 from palestra.extras.agent_tools.inference import Candidate, Relay
 from palestra.extras.agent_tools.locks import RequestLimits, Site, locked_settings
 from palestra.runs.index import TooManyRuns
@@ -127,9 +127,10 @@ def test_only_a_few_environments_are_read_at_once_and_one_that_waits_too_long_is
         time.sleep(0.01)
         with lock:
             reading -= 1
-        return EnvDescription([], {})
+        return {"fields": [], "run_settings": {}}
 
-    monkeypatch.setattr(config_fields, "_ask_env", slow)
+    child = SimpleNamespace(ask=lambda *_, **__: slow(), close=lambda: None)
+    monkeypatch.setattr(config_fields, "ChildProcess", lambda *_: child)
     found = in_file(LIBRARY / "calculator.py")[0]
     with ThreadPoolExecutor(30) as pool:
         list(pool.map(lambda _: config_fields.describe(found), range(30)))

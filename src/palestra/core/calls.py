@@ -125,7 +125,7 @@ class _CallQueue:
         self.workers: set[_Worker] = set()
         self.idle = threading.Event()
         self.loop_is_blocked = False  # until `idle` is set
-        self._for_lanes: list[tuple[Lane, _Call]] = []  # that have not begun
+        self._for_lanes: deque[tuple[Lane, _Call]] = deque()  # that have not begun
         self._in_lanes: set[_Call] = set()  # for which the loop blocks
         self._no_block_until = 0.0
         self._loop = loop
@@ -160,8 +160,7 @@ class _CallQueue:
 
     def _block(self) -> None:
         """Wait for quick calls, without the interpreter lock that they need."""
-        if not self.idle.wait(SLOW_S):
-            self._no_block_until = time.perf_counter() + NO_BLOCK_AFTER_SLOW_S
+        self.idle.wait(SLOW_S)
         self.loop_is_blocked = False
         self._deliver()
 
@@ -220,21 +219,38 @@ class _CallQueue:
         return None
 
     def _begin_in_lanes(self) -> None:
-        calls, self._for_lanes = self._for_lanes, []
+        """Begin one call after the other, so that no two threads compete; all of them where one takes long."""
         with self.lock:
-            self._in_lanes = {call for _, call in calls}
+            self._in_lanes.update(call for _, call in self._for_lanes)
             self.loop_is_blocked = time.perf_counter() > self._no_block_until
             self.idle.clear()
-        for lane, call in calls:
-            lane.jobs.put(call.perform_in_lane)
         if self.loop_is_blocked:
+            self._begin_next()
             self._block()
+            slow_since = time.monotonic() - SLOW_S
+            if not any(call.began is not None and call.began < slow_since for call in list(self._in_lanes)):
+                if self._for_lanes:  # a long burst: the event loop has a round in between
+                    self._loop.call_soon(self._begin_in_lanes)
+                return
+            self._no_block_until = time.perf_counter() + NO_BLOCK_AFTER_SLOW_S
+        while self._begin_next():
+            pass
+
+    def _begin_next(self) -> bool:
+        with self.lock:
+            if not self._for_lanes:
+                return False
+            lane, call = self._for_lanes.popleft()
+        lane.jobs.put(call.perform_in_lane)
+        return True
 
     def lane_call_ended(self, call: _Call) -> None:
         with self.lock:
             self._in_lanes.discard(call)
             if not self._in_lanes:
                 self.idle.set()
+        if self.loop_is_blocked:
+            self._begin_next()
         self.wake()
 
 

@@ -34,6 +34,8 @@ from palestra.models.chat.toolcalls import strip_reasoning
 STEP_TIMEOUT_S = 300.0
 MAX_OWN_ITEMS = 10_000  # of the containers in an attribute, to be copied for each attempt
 NAMED_AFTER_S = 60.0  # a method that the run waits for
+PROBATION = 16  # attempts without state after which further ones get no lane
+_OURS = ("problem", "messages", "tool_results")  # attributes of an attempt that we set
 log = logging.getLogger("palestra")
 
 
@@ -46,6 +48,7 @@ class EnvEpisode:
     tools: Sequence[Tool]
     error: str | None = None  # it could not begin: the attempt fails as soon as the model has spoken
     lane: Lane | None = None
+    on_close: Callable[[Env], None] = lambda env: None
 
     @property
     def max_turns(self) -> int | None:
@@ -97,6 +100,7 @@ class EnvEpisode:
     def close(self) -> None:
         try:
             with user_code():
+                self.on_close(self.env)
                 self.env.close()
         except Exception as error:
             log.warning("%s", text_of(error, f"{type(self.env).__name__}.close"))
@@ -123,6 +127,7 @@ class RunningEnv:
         own = {name: value for name, value in vars(env).items() if 0 < _items(value) <= MAX_OWN_ITEMS}
         self._required("setup", env.setup)
         self._own = [name for name, value in own.items() if vars(env).get(name) is value]  # not of `setup`
+        self._without_state = 0  # attempts so far that left nothing on their copies; reset by one that did
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
@@ -136,11 +141,29 @@ class RunningEnv:
     def works_in_forks(self) -> bool:
         return self.env.works_in_forks
 
-    @cached_property
+    @property
     def keeps_state(self) -> bool:
-        """Whether an attempt has a lane: unless nothing of it is called between the problem and its score."""
+        """Whether the next attempts have lanes: unless enough of them have left no state on their copies."""
+        return self._has_hooks and self._without_state < PROBATION
+
+    @cached_property
+    def _has_hooks(self) -> bool:
+        """Whether anything of an attempt is called between the problem and its score."""
         cls, hooks = type(self.env), ("start", "tools", "step", "state_key", "close")
         return bool(tool_methods(cls)) or any(getattr(cls, hook) is not getattr(Env, hook) for hook in hooks)
+
+    def _look_for_state(self, env: Env) -> None:
+        """Count an attempt that ends: its copy has state where an attribute is not that of the shared environment."""
+        shared = vars(self.env)
+        try:
+            has_state = any(
+                name not in shared or (value != shared[name] if name in self._own else value is not shared[name])
+                for name, value in vars(env).items()
+                if name not in _OURS
+            )
+        except Exception:  # the user's objects compare
+            has_state = True
+        self._without_state = 0 if has_state else self._without_state + 1
 
     @cached_property
     def _problems(self) -> dict[Split, ProblemList]:
@@ -177,7 +200,7 @@ class RunningEnv:
                     prompt.insert(0, Message("system", env.instructions))
         except Exception as failure:
             error = text_of(failure, "beginning an attempt")
-        return EnvEpisode(env, prompt, tools, error)
+        return EnvEpisode(env, prompt, tools, error, on_close=self._look_for_state)
 
     async def score_group(self, episodes: Sequence[EnvEpisode]) -> list[Mapping[str, Score]] | None:
         """The scores of siblings that are judged together; None where each is scored alone."""

@@ -1,18 +1,23 @@
 """Episodes open within a limit, all or none; none stays open; closing does not hold up the event loop."""
 
 import asyncio
+import random
 import threading
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from builders import wait_until
 
+from palestra.agents.tools.run import run_calls
 from palestra.core import calls as calls_module
-from palestra.core.types import Problem
+from palestra.core.calls import in_lane
+from palestra.core.types import Problem, ToolCall
 from palestra.envs import running as opening
 from palestra.envs.base import Episode
-from palestra.envs.running import NotOpened, Opener, close_episodes
+from palestra.envs.env import Env
+from palestra.envs.running import PROBATION, NotOpened, Opener, RunningEnv, close_episodes
 from palestra.rollout.collect import Collector, Runner
 
 PROBLEM = Problem("1", "Go.")
@@ -202,3 +207,45 @@ def test_episodes_that_close_slowly_cost_no_attempt(monkeypatch, caplog) -> None
     asyncio.run(close_episodes([SimpleNamespace(close=release.wait)]))
     release.set()
     assert "took longer than 0.02 s" in caplog.text
+
+
+class WithTool(Env):
+    """An environment with a tool; some of its attempts keep something."""
+
+    keeps: ClassVar[bool] = False
+
+    def make_problem(self, rng: random.Random) -> str:
+        return str(rng.random())
+
+    def look(self) -> str:
+        """Look."""
+        if self.keeps:
+            self.seen = object()
+        return "a"
+
+    def score(self, answer: str) -> float:
+        return 0.0
+
+
+async def lanes_of(environment: RunningEnv, count: int) -> list[bool]:
+    """Whether each of some attempts has a lane, which call the tool and end one after the other."""
+    lanes = []
+    for _ in range(count):
+        [episode] = await Opener(environment).open(Problem("1", "go"), 1)
+        lanes.append(episode.lane is not None)
+        with in_lane(episode.lane):
+            await run_calls({tool.name: tool for tool in episode.tools}, [ToolCall("1", "look", {})], 10.0)
+        await close_episodes([episode])
+    return lanes
+
+
+def test_attempts_have_no_lane_after_enough_of_them_kept_nothing() -> None:
+    environment = RunningEnv(WithTool())
+    assert asyncio.run(lanes_of(environment, PROBATION + 2)) == [True] * PROBATION + [False] * 2
+
+
+def test_attempts_have_lanes_again_after_one_that_kept_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = RunningEnv(WithTool())
+    asyncio.run(lanes_of(environment, PROBATION))
+    monkeypatch.setattr(WithTool, "keeps", True)
+    assert asyncio.run(lanes_of(environment, 3)) == [False, True, True]

@@ -50,7 +50,7 @@ def test_tuples_and_scalars_of_numpy_in_an_entry_reach_its_scorer(task):
 
 
 def test_an_entry_that_cannot_be_sent_is_named_and_starts_no_process():
-    child = ChildProcess()
+    child = ChildProcess(Path("functions.py"))
     with pytest.raises(ChildFailed, match=r"\['entry'\]\['guard'\] is a lock"):
         child.ask("score", 1.0, entry={"guard": threading.Lock()})
     assert not child.is_running

@@ -33,11 +33,11 @@ from palestra.rollout.collect import Collector, GroupCollector
 from palestra.run import Finished, Watching, open_env
 from palestra.runs.index import listed_early
 from palestra.runs.request import RunRequest, absolute_name
-from palestra.train.group_source import ProblemSource, gather
 from palestra.train.watcher import Watcher
 
 if TYPE_CHECKING:
     from palestra.extras.atropos.task import Address
+    from palestra.train.group_source import ProblemSource
     from palestra.train.run import Outcome
     from palestra.train.tasks import EnvironmentTask, Task
 
@@ -94,6 +94,8 @@ class EnvironmentWorker:
                 self.watcher.note("the last training there is over; waiting for the next")
             while (await self._trainer_status()).is_over:
                 await asyncio.sleep(_RETRY_S)
+            from palestra.train.group_source import ProblemSource  # here: it loads torch
+
             # the first environment draws problems and seeds as the trainer's own process would, the next ones others
             source = ProblemSource(
                 await self.make_collector(),
@@ -151,6 +153,8 @@ class EnvironmentWorker:
 
     async def _one_group(self, source: ProblemSource) -> None:
         """Attempt a problem and post its group, unless every attempt failed. `train.refill_limit` bounds refills."""
+        from palestra.train.group_source import gather
+
         number = source.drawn
         try:
             groups = (await gather(source, 1, self.config, version=0)).groups
