@@ -44,7 +44,7 @@ class OutOfThreads(BaseException):
 
 
 class AttemptStuck(RolloutError):
-    """A call ran past its time limit and still holds the lane of its attempt, so the attempt cannot go on."""
+    """A call ran past its time limit and still occupies the lane of its attempt, so the attempt ends."""
 
 
 @contextlib.contextmanager

@@ -162,7 +162,7 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """End the body with what a signal handler of others raises, such as that of pytest-timeout or `signal.alarm`.
+    """End the body with what a user's signal handler raises, such as that of pytest-timeout or `signal.alarm`.
 
     In an event loop it would fail the task that happens to run, or be logged. So the handlers do what Ctrl-C does at
     that moment, which ends a training in order, and their exception is raised afterwards.

@@ -34,7 +34,7 @@ from palestra.models.chat.toolcalls import strip_reasoning
 STEP_TIMEOUT_S = 300.0
 MAX_OWN_ITEMS = 10_000  # of the containers in an attribute, to be copied for each attempt
 NAMED_AFTER_S = 60.0  # a method that the run waits for
-PROBATION = 16  # attempts without state after which further ones get no lane
+PROBATION = 16  # attempts with tool calls and without state after which further ones get no lane
 _OURS = ("problem", "messages", "tool_results")  # attributes of an attempt that we set
 log = logging.getLogger("palestra")
 
@@ -46,9 +46,9 @@ class EnvEpisode:
     env: Env
     prompt: Sequence[Message]
     tools: Sequence[Tool]
-    error: str | None = None  # it could not begin: the attempt fails as soon as the model has spoken
+    error: str | None  # it could not begin: the attempt fails as soon as the model has spoken
+    on_close: Callable[[Env], None]
     lane: Lane | None = None
-    on_close: Callable[[Env], None] = lambda env: None
 
     @property
     def max_turns(self) -> int | None:
@@ -122,12 +122,13 @@ class RunningEnv:
         self.env = env
         self.name = env_name(type(env))
         self.max_text_chars = 20_000  # of `start`; set to rollout.max_tool_result_chars by what plays the attempts
-        for method in tool_methods(type(env)):
-            as_tool(getattr(env, method))  # a tool without docstring or type hints is refused now, not in every attempt
+        # a tool without docstring or type hints is refused now, not in every attempt
+        self._untried = {as_tool(getattr(env, method)).name for method in tool_methods(type(env))}
         own = {name: value for name, value in vars(env).items() if 0 < _items(value) <= MAX_OWN_ITEMS}
         self._required("setup", env.setup)
         self._own = [name for name, value in own.items() if vars(env).get(name) is value]  # not of `setup`
-        self._without_state = 0  # attempts so far that left nothing on their copies; reset by one that did
+        self._without_state = 0  # attempts so far that called tools and left nothing on their copies
+        self._has_state = type(env).tools is not Env.tools  # or an attempt left something
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
@@ -143,8 +144,9 @@ class RunningEnv:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the next attempts have lanes: unless enough of them have left no state on their copies."""
-        return self._has_hooks and self._without_state < PROBATION
+        """Whether the next attempts have lanes: until enough of them have left no state, and each tool was called."""
+        is_proven = self._without_state >= PROBATION and not self._untried
+        return self._has_hooks and (self._has_state or not is_proven)
 
     @cached_property
     def _has_hooks(self) -> bool:
@@ -153,17 +155,21 @@ class RunningEnv:
         return bool(tool_methods(cls)) or any(getattr(cls, hook) is not getattr(Env, hook) for hook in hooks)
 
     def _look_for_state(self, env: Env) -> None:
-        """Count an attempt that ends: its copy has state where an attribute is not that of the shared environment."""
+        """Judge an attempt that ends: its copy has state where an attribute is not that of the shared environment.
+
+        One that called no tool proves nothing: a tool may open a connection when it is first called.
+        """
         shared = vars(self.env)
+        self._untried.difference_update(result.call.name for result in env.tool_results)
+        self._without_state += bool(env.tool_results) or not tool_methods(type(env))
         try:
-            has_state = any(
+            self._has_state = self._has_state or any(
                 name not in shared or (value != shared[name] if name in self._own else value is not shared[name])
                 for name, value in vars(env).items()
                 if name not in _OURS
             )
         except Exception:  # the user's objects compare
-            has_state = True
-        self._without_state = 0 if has_state else self._without_state + 1
+            self._has_state = True
 
     @cached_property
     def _problems(self) -> dict[Split, ProblemList]:
@@ -200,7 +206,7 @@ class RunningEnv:
                     prompt.insert(0, Message("system", env.instructions))
         except Exception as failure:
             error = text_of(failure, "beginning an attempt")
-        return EnvEpisode(env, prompt, tools, error, on_close=self._look_for_state)
+        return EnvEpisode(env, prompt, tools, error, self._look_for_state)
 
     async def score_group(self, episodes: Sequence[EnvEpisode]) -> list[Mapping[str, Score]] | None:
         """The scores of siblings that are judged together; None where each is scored alone."""

@@ -227,14 +227,15 @@ class WithTool(Env):
         return 0.0
 
 
-async def lanes_of(environment: RunningEnv, count: int) -> list[bool]:
-    """Whether each of some attempts has a lane, which call the tool and end one after the other."""
+async def lanes_of(environment: RunningEnv, count: int, *, calls_tool: bool = True) -> list[bool]:
+    """Whether each of some attempts has a lane. They run one after the other."""
     lanes = []
     for _ in range(count):
         [episode] = await Opener(environment).open(Problem("1", "go"), 1)
         lanes.append(episode.lane is not None)
         with in_lane(episode.lane):
-            await run_calls({tool.name: tool for tool in episode.tools}, [ToolCall("1", "look", {})], 10.0)
+            tools, calls = {tool.name: tool for tool in episode.tools}, [ToolCall("1", "look", {})] * calls_tool
+            await episode.score((), await run_calls(tools, calls, 10.0))
         await close_episodes([episode])
     return lanes
 
@@ -248,4 +249,11 @@ def test_attempts_have_lanes_again_after_one_that_kept_something(monkeypatch: py
     environment = RunningEnv(WithTool())
     asyncio.run(lanes_of(environment, PROBATION))
     monkeypatch.setattr(WithTool, "keeps", True)
-    assert asyncio.run(lanes_of(environment, 3)) == [False, True, True]
+    assert asyncio.run(lanes_of(environment, 2)) == [False, True]
+    monkeypatch.setattr(WithTool, "keeps", False)
+    assert all(asyncio.run(lanes_of(environment, PROBATION + 2)))
+
+
+def test_attempts_that_called_no_tool_prove_nothing() -> None:
+    environment = RunningEnv(WithTool())
+    assert all(asyncio.run(lanes_of(environment, PROBATION + 2, calls_tool=False)))

@@ -8,6 +8,7 @@ import pytest
 from builders import wait_until
 from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 
+from palestra.core import calls
 from palestra.core.errors import PalestraError
 from palestra.core.extras import provided
 from palestra.core.types import Problem, SamplingParams
@@ -35,6 +36,7 @@ class Prepared:
     def prepare(self, *problems: Problem, size: int = 2) -> int:
         """How many episodes are open then."""
         asyncio.run(self.collector.prepare(problems, size))
+        wait_until(lambda: not calls._ending)  # what is not kept is closed in the background
         return sum(not episode.closed for episode in self.environment.episodes)
 
     def collect(self, *problems: Problem, size: int = 2) -> list[Any]:
